@@ -138,6 +138,10 @@ class TargetAdapter:
 
         return hook
 
+    def last_layer(self) -> nn.Module:
+        """The last decoder layer of the target."""
+        return _layer(self.model, self.num_layers - 1)
+
     @property
     def device(self) -> torch.device:
         return self.embedding.weight.device  # type: ignore[return-value]

@@ -17,25 +17,10 @@ from torch import Tensor
 
 from heads.cache import SlotCache
 from heads.target import TargetAdapter
+from heads.topk import top_k_of
 from heads.tree import additive_mask
 
-_CHUNK = 128  # vocabulary entries per chunk of the two-stage top-k
 _PREFILL_TOKENS = 2048  # padded prompt tokens per prefill pass: activations stay near the core's cache
-
-
-def top_k_of(logits_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Exact top-k (values, indices) by first choosing the k chunks of largest maximum.
-
-    The k best entries lie in the k chunks with the largest maxima, so only k * 128 of V entries are looked at again.
-    """
-    batch, vocab = logits_BV.shape
-    if vocab <= 2 * k * _CHUNK or vocab % _CHUNK:
-        return torch.topk(logits_BV, k, dim=-1)
-    chunks = logits_BV.view(batch, vocab // _CHUNK, _CHUNK)
-    chosen_BK = chunks.amax(-1).topk(k, dim=-1, sorted=False).indices
-    candidates = chunks.gather(1, chosen_BK[..., None].expand(-1, -1, _CHUNK)).view(batch, -1)
-    values, where = candidates.topk(k, dim=-1)
-    return values, chosen_BK.gather(1, where // _CHUNK) * _CHUNK + where % _CHUNK
 
 
 def sample_rows(logits_BV: Tensor, temperature_B: Tensor, top_k: int, generator: torch.Generator) -> Tensor:

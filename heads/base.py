@@ -1,0 +1,153 @@
+"""What a draft head is, and the structures that cross the borders between packages.
+
+Shape letters, used everywhere: B rows, T positions of a row (roots), K draft steps, A accepted or committed tokens,
+N tree nodes, W frontier width, S key slots, H target hidden size, V vocabulary.
+
+p is the target, q the draft. "Feature" is the target's hidden state after its final norm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.config import HeadConfig
+from heads.target import TargetAdapter
+from heads.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which target tensors a head consumes: features after the final norm, and outputs of these layers."""
+
+    features: bool = True
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Weights of the training loss; see `heads.losses`."""
+
+    feature_weight: float
+    token_weight: float
+    step_decay: float
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """A training batch, every shift already made (`train/batching.py` draws the rows).
+
+    feature_BTH: input feature of root p. token_KBT[k]: the token that step k reads. teacher[k], [B, T, H]: the
+    target's feature where step k's prediction is checked. weight_KBT[k]: bool, supervised. valid_BT: not padding.
+    noise_BTH: added to the input features, or None.
+    """
+
+    feature_BTH: Tensor
+    token_KBT: Tensor
+    teacher: tuple[Tensor, ...]
+    weight_KBT: Tensor
+    valid_BT: Tensor
+    noise_BTH: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.teacher)
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Sums, not means: ranks and micro-batches are added up and divided once.
+
+    loss_sum: differentiable. weight_sum: supervised roots. counts: named sums for metrics.
+    """
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """Shape of a draft tree: `width` children kept per level, `depth` levels, `total` nodes with the root.
+
+    A chain is width 1 (total is then depth + 1).
+    """
+
+    width: int = 8
+    depth: int = 4
+    total: int = 24
+
+    def __post_init__(self) -> None:
+        for name, least in (("width", 1), ("depth", 1), ("total", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"tree {name} is {getattr(self, name)}, expected {least} or more: change --{name}")
+
+
+class DraftHead(nn.Module, ABC):
+    """A trainable drafter for one target.
+
+    Decoding keeps a state per generation: `start` makes it, `commit` feeds it true target features of decided
+    tokens, `draft` proposes a tree below the last decided token without changing what is committed.
+    """
+
+    config: HeadConfig
+    needs: Needs
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._bound: list[TargetAdapter] = []  # a list, so that the target is no submodule and is never saved
+
+    def bind(self, target: TargetAdapter) -> None:
+        """Takes embedding and LM head of the target by reference.
+
+        Raises:
+            ValueError: the target's width or vocabulary is not the one the head was made for.
+        """
+        for name, mine, theirs in (
+            ("hidden_size", self.config.hidden_size, target.hidden_size),
+            ("vocab_size", self.config.vocab_size, target.vocab_size),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"head.{name} is {mine}, but target {target.name!r} has {theirs}: the head was trained for "
+                    f"{self.config.target!r}; pass that target"
+                )
+        self._bound = [target]
+
+    @property
+    def target(self) -> TargetAdapter:
+        assert self._bound, "bind(target) comes first"
+        return self._bound[0]
+
+    @abstractmethod
+    def init_from_target(self, target: TargetAdapter) -> int:
+        """Copies what fits of the target's weights as a start; returns the number of parameters copied."""
+
+    @abstractmethod
+    def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
+        """Loss over all steps of the batch; with `measure` also matches per step and accepted prefixes."""
+
+    @abstractmethod
+    def start(self, capacity: int) -> Any:
+        """A decoding state for one row with room for `capacity` committed tokens and the drafts below them."""
+
+    @abstractmethod
+    def commit(self, state: Any, feature_1AH: Tensor, next_token_1A: Tensor) -> None:
+        """Appends decided tokens: feature of token i with token i + 1, for the next A positions."""
+
+    @abstractmethod
+    def draft(self, state: Any, root_token: int, policy: TreePolicy) -> DraftTree:
+        """A tree of proposals below the last committed token (`root_token`)."""
+
+
+def trainable_parameters(head: nn.Module) -> int:
+    return sum(p.numel() for p in head.parameters() if p.requires_grad)
+
+
+def head_dtype(head: nn.Module) -> torch.dtype:
+    return next(head.parameters()).dtype

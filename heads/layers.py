@@ -1,0 +1,115 @@
+"""The Llama-style decoder layer that draft heads are made of, with parameter names as serving engines expect them.
+
+Split into `qkv`, `attend` and `finish`, because training unrolls and tree drafting attend in ways that one
+`forward(mask)` cannot express cheaply. With a causal mask it equals transformers' `LlamaDecoderLayer` (tested).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from heads.config import HeadConfig
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention, without bias."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+
+    def __init__(self, config: HeadConfig, input_norm: bool, attention_input: int | None = None) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, attention_input or config.hidden_size)
+        self.mlp = MLP(config)
+        if input_norm:
+            self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def qkv(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, heads, T, hd], rotated keys and values [B, kv_heads, T, hd]."""
+        if hasattr(self, "input_layernorm"):
+            x_BTI = self.input_layernorm(x_BTI)
+        attn = self.self_attn
+        shape = (*x_BTI.shape[:-1], -1, attn.head_dim)
+        q = attn.q_proj(x_BTI).view(shape).transpose(1, 2)
+        k = attn.k_proj(x_BTI).view(shape).transpose(1, 2)
+        v = attn.v_proj(x_BTI).view(shape).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return q, k, v
+
+    def finish(self, residual_BTH: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, residual and MLP. attended: [B, heads, T, hd]."""
+        flat = attended.transpose(1, 2).flatten(2)
+        x = residual_BTH + self.self_attn.o_proj(flat)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped attention with an additive mask [B, 1, T, S] (None: causal, T = S). Returns [B, heads, T, hd]."""
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def attend_unrolled(q: Tensor, k0: Tensor, v0: Tensor, chain: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    """Attention of unroll step s: causal over the true-feature keys, plus each root's own earlier drafts.
+
+    Root p at step s is the s-th draft below position p. When decoding it would see the true keys up to p and the
+    s keys drafted on its own path; those are, for every step i <= s, the key that step i made *at the same root*.
+    So the second part is a diagonal, never a [T, s * T] matrix.
+
+    Args:
+        q: [B, heads, T, hd]; k0, v0: [B, kv_heads, T, hd] of step 0; chain: (k_i, v_i) of steps 1..s;
+        mask: additive [B, 1, T, T], causal and without padding.
+    """
+    batch, heads, length, dim = q.shape
+    groups = heads // k0.shape[1]
+    qg = q.view(batch, k0.shape[1], groups, length, dim)
+    scale = dim**-0.5
+    scores = [torch.matmul(qg, k0[:, :, None].transpose(-1, -2)) * scale + mask[:, :, None]]
+    scores += [(qg * k[:, :, None]).sum(-1, keepdim=True) * scale for k, _ in chain]
+    weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
+    out = torch.matmul(weights[..., :length], v0[:, :, None])
+    for i, (_, v) in enumerate(chain):
+        out = out + weights[..., length + i, None] * v[:, :, None]
+    return out.reshape(batch, heads, length, dim)
+
+
+def rotary(config: HeadConfig) -> LlamaRotaryEmbedding:
+    """transformers' own rotary embedding with the target's RoPE settings: call it with (x, positions)."""
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
+    )
