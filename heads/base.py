@@ -82,9 +82,11 @@ class TreePolicy:
     total: int = 24
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("depth", 1), ("total", 2)):
+        for name, least, option in (("width", 1, "width"), ("depth", 1, "depth"), ("total", 2, "nodes")):
             if getattr(self, name) < least:
-                raise ValueError(f"tree {name} is {getattr(self, name)}, expected {least} or more: change --{name}")
+                raise ValueError(
+                    f"tree {name} is {getattr(self, name)}, expected {least} or more: change --tree-{option}"
+                )
 
 
 class DraftHead(nn.Module, ABC):
@@ -125,16 +127,12 @@ class DraftHead(nn.Module, ABC):
         return self._bound[0]
 
     @abstractmethod
-    def init_from_target(self, target: TargetAdapter) -> int:
-        """Copies what fits of the target's weights as a start; returns the number of parameters copied."""
-
-    @abstractmethod
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
         """Loss over all steps of the batch; with `measure` also matches per step and accepted prefixes."""
 
     @abstractmethod
     def start(self, capacity: int) -> Any:
-        """A decoding state for one row with room for `capacity` committed tokens and the drafts below them."""
+        """A decoding state for one row; `capacity` slots hold committed tokens and drafts together."""
 
     @abstractmethod
     def commit(self, state: Any, feature_1AH: Tensor, next_token_1A: Tensor) -> None:

@@ -65,7 +65,9 @@ class HeadConfig:
         for key in data:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
-                raise ValueError(f"head config: unknown field {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+                raise ValueError(
+                    f"head config: unknown field {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
+                )
         missing = [name for name in known if name not in data]
         if missing:
             raise ValueError(f"head config: missing {', '.join(missing)}; this is not a Draftsmith head")

@@ -38,7 +38,7 @@ class MLP(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
         """Output projection, residual and MLP. attended: [B, heads, T, hd]."""
         flat = attended.transpose(1, 2).flatten(2)
         x = residual_BTH + self.self_attn.o_proj(flat)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

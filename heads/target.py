@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from heads.cache import SlotCache
 from heads.embedded import resolve_target
@@ -39,7 +39,9 @@ def _gqa_sdpa(
     several times the attention itself; the kernel can index the groups instead.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise ValueError("this model's attention needs a soft-cap, sinks or a bias: load it with target.attention: eager")
+        raise ValueError(
+            "this model's attention needs a soft-cap, sinks or a bias: load it with target.attention: eager"
+        )
     causal = attention_mask is None and query.shape[2] > 1
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=True
@@ -75,13 +77,14 @@ class TargetAdapter:
         self.config = model.config.get_text_config()
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.embedding: nn.Module = model.get_input_embeddings()
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
         if self.lm_head is None:
             raise ValueError(f"target.path: {name or type(model).__name__} has no LM head; a causal LM is needed")
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self._hidden: Tensor | None = None
         self._taps: dict[int, Tensor] = {}
+        self.tap_layers = tuple(taps)
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
@@ -108,7 +111,7 @@ class TargetAdapter:
             ValueError: nothing loadable at `path` (with the library's reason).
         """
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 resolve_target(path, cache_dir),
                 dtype=dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
                 revision=revision,
@@ -138,13 +141,9 @@ class TargetAdapter:
 
         return hook
 
-    def last_layer(self) -> nn.Module:
-        """The last decoder layer of the target."""
-        return _layer(self.model, self.num_layers - 1)
-
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device  # type: ignore[return-value]
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,9 +182,7 @@ class TargetAdapter:
         if self._keeps_logits and keep_last:
             # As an index, not a count: a count makes a strided view, on which a CPU's bf16 LM head is 100x slower.
             kwargs["logits_to_keep"] = torch.arange(ids_BN.shape[1] - keep_last, ids_BN.shape[1], device=ids_BN.device)
-        out = self.model(
-            input_ids=ids_BN, position_ids=position_BN, attention_mask=mask_B1NS, use_cache=True, **kwargs
-        )
+        out = self.model(input_ids=ids_BN, position_ids=position_BN, attention_mask=mask_B1NS, use_cache=True, **kwargs)
         assert self._hidden is not None, "the base model's hook did not run"
         logits = out.logits[:, -keep_last:] if keep_last else out.logits
         return TargetOutput(logits, self._hidden, dict(self._taps))
@@ -208,7 +205,7 @@ class TargetAdapter:
         Models that scale or cap their logits outside the LM head are handled by their config's own fields;
         `check_head_path` proves that this is the model's whole head path.
         """
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -235,9 +232,14 @@ class TargetAdapter:
             )
 
 
+def pick_device(wanted: str) -> str:
+    """ "auto" becomes cuda where there is one, else cpu."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
 def _layer(model: Any, index: int) -> nn.Module:
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
     if layers is None or not 0 <= index < len(layers):
         raise ValueError(f"no decoder layer {index} in {type(model).__name__}")
-    return layers[index]  # type: ignore[no-any-return]
+    return layers[index]

@@ -58,16 +58,12 @@ class DraftTree:
         Raises AssertionError: a broken tree is our bug, not the user's.
         """
         shape = self.token_BN.shape
-        assert len(shape) == 2 and shape[1] >= 1, (
-            f"tree tensors must be [B,N] with N >= 1, got {tuple(shape)}"
-        )
+        assert len(shape) == 2 and shape[1] >= 1, f"tree tensors must be [B,N] with N >= 1, got {tuple(shape)}"
         for name in ("token_BN", "parent_BN", "depth_BN"):
             field = getattr(self, name)
             assert field.shape == shape, f"{name} has shape {tuple(field.shape)}, token_BN {tuple(shape)}"
             assert field.dtype == torch.int64, f"{name} must be int64, got {field.dtype}"
-        assert self.score_BN.shape == shape, (
-            f"score_BN has shape {tuple(self.score_BN.shape)}, not {tuple(shape)}"
-        )
+        assert self.score_BN.shape == shape, f"score_BN has shape {tuple(self.score_BN.shape)}, not {tuple(shape)}"
         assert self.score_BN.dtype == torch.float32, f"score_BN must be float32, got {self.score_BN.dtype}"
         assert self.proposal in ("top_k", "sampled"), f"unknown proposal {self.proposal!r}"
         assert bool((self.parent_BN[:, 0] == -1).all()), "the root's parent must be -1"
@@ -108,9 +104,7 @@ def tree_positions(depth_BN: Tensor, length_B: Tensor) -> Tensor:
     position. It counts tokens, not cache slots (the two differ once rows of a batch commit different
     lengths).
     """
-    assert length_B.shape == depth_BN.shape[:1], (
-        f"length_B {tuple(length_B.shape)}, depth {tuple(depth_BN.shape)}"
-    )
+    assert length_B.shape == depth_BN.shape[:1], f"length_B {tuple(length_B.shape)}, depth {tuple(depth_BN.shape)}"
     return length_B[:, None] + depth_BN
 
 
@@ -121,9 +115,7 @@ def tree_visibility(ancestors_BNN: Tensor, prefix_valid_BS: Tensor) -> Tensor:
     left unused. Sliding windows go by position, not by slot, and are the caller's to apply.
     """
     rows, nodes, _ = ancestors_BNN.shape
-    assert ancestors_BNN.dtype == torch.bool and prefix_valid_BS.dtype == torch.bool, (
-        "visibility must be bool"
-    )
+    assert ancestors_BNN.dtype == torch.bool and prefix_valid_BS.dtype == torch.bool, "visibility must be bool"
     assert prefix_valid_BS.shape[0] == rows, f"{prefix_valid_BS.shape[0]} prefix rows for {rows} trees"
     prefix_BNS = prefix_valid_BS[:, None, :].expand(rows, nodes, prefix_valid_BS.shape[1])
     return torch.cat([prefix_BNS, ancestors_BNN], dim=2)
@@ -179,9 +171,7 @@ def rerank(
     Source: Li et al., "EAGLE-2" (2024), section 4.2. Raises ValueError if keep < 1.
     """
     if keep < 1:
-        raise ValueError(
-            f"tree size is {keep}, expected at least 1 (it counts the root); raise the tree size"
-        )
+        raise ValueError(f"tree size is {keep}, expected at least 1 (it counts the root); raise the tree size")
     rows, candidates = token_BC.shape
     nodes = min(keep, candidates)
     score_BC = score_BC.float()
@@ -237,9 +227,7 @@ def chain(tokens_BD: Tensor, scores_BD: Tensor, root_B: Tensor, *, proposal: Pro
     in `DraftTree.score_BN`; root_B int64 the last decided token of each row.
     """
     rows, levels = tokens_BD.shape
-    assert scores_BD.shape == tokens_BD.shape, (
-        f"scores {tuple(scores_BD.shape)}, tokens {tuple(tokens_BD.shape)}"
-    )
+    assert scores_BD.shape == tokens_BD.shape, f"scores {tuple(scores_BD.shape)}, tokens {tuple(tokens_BD.shape)}"
     assert root_B.shape == (rows,), f"root has shape {tuple(root_B.shape)}, expected {(rows,)}"
     depth_BN = torch.arange(levels + 1, device=tokens_BD.device).expand(rows, levels + 1).contiguous()
     scores_BD = scores_BD.float()

@@ -79,9 +79,7 @@ class DecodeStats:
         assert not unknown, f"unknown phases {unknown}, expected {PHASES}"
         rounds = len(self.accepted_per_round)
         assert rounds == len(self.offered_depth_per_round), "one offered depth per round"
-        assert rounds in (0, self.target_passes), (
-            f"{rounds} rounds recorded, {self.target_passes} target passes"
-        )
+        assert rounds in (0, self.target_passes), f"{rounds} rounds recorded, {self.target_passes} target passes"
         pairs = zip(self.accepted_per_round, self.offered_depth_per_round, strict=True)
         assert all(0 <= a <= depth for a, depth in pairs), "accepted more than was offered"
         missing = self._missing_bonuses()
@@ -139,9 +137,7 @@ def merge(stats: Sequence[DecodeStats], seed: int = 0, resamples: int = 2000) ->
     Raises ValueError for an empty list, AssertionError for counts that do not fit together.
     """
     if not stats:
-        raise ValueError(
-            "got 0 generations to add up, expected at least 1; check that the prompt set is not empty"
-        )
+        raise ValueError("got 0 generations to add up, expected at least 1; check that the prompt set is not empty")
     for one in stats:
         one.check()
     passes = sum(one.target_passes for one in stats)
@@ -173,9 +169,7 @@ def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator > 0 else None
 
 
-def _tau_interval(
-    stats: Sequence[DecodeStats], seed: int, resamples: int
-) -> tuple[float | None, float | None]:
+def _tau_interval(stats: Sequence[DecodeStats], seed: int, resamples: int) -> tuple[float | None, float | None]:
     """95 % percentile bootstrap over prompts: rounds of one prompt are correlated, prompts are not.
 
     Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3. A percentile interval is

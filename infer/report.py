@@ -49,15 +49,11 @@ def pair(
     Raises AssertionError if a side's `new_tokens` is not the number of ids it emitted.
     """
     for name, (ids, stats) in (("plain", plain), ("spec", spec)):
-        assert stats.new_tokens == len(ids), (
-            f"{name} run counts {stats.new_tokens} tokens, emitted {len(ids)}"
-        )
+        assert stats.new_tokens == len(ids), f"{name} run counts {stats.new_tokens} tokens, emitted {len(ids)}"
     return PairedRun(prompt_id, category, plain[1], spec[1], first_divergence(plain[0], spec[0]))
 
 
-def build_report(
-    runs: Sequence[PairedRun], meta: Mapping[str, Any] | None = None, seed: int = 0
-) -> dict[str, Any]:
+def build_report(runs: Sequence[PairedRun], meta: Mapping[str, Any] | None = None, seed: int = 0) -> dict[str, Any]:
     """JSON-able report: overall, per category, acceptance per depth, time split per round, and each prompt.
 
     meta: what makes the figures repeatable (hardware, dtype, command, commit, ...); stored as given, must be
@@ -182,9 +178,7 @@ def _time_table(report: Mapping[str, Any]) -> list[str]:
         split = report["ms_per_round"][side]
         cells = [split[name] for name in ("draft", "target", "rest")]
         total = None if None in cells else sum(cells)
-        rows.append(
-            [side, *(_shown(v, lambda ms: f"{ms:.2f}") for v in [*cells, total, report["ms_prefill"][side]])]
-        )
+        rows.append([side, *(_shown(v, lambda ms: f"{ms:.2f}") for v in [*cells, total, report["ms_prefill"][side]])])
     return _aligned(rows)
 
 
@@ -201,8 +195,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
@@ -216,13 +209,9 @@ def write_json(path: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
     """
     target = Path(path)
     if MARK not in report:
-        raise ValueError(
-            f"got a dict without the key {MARK!r}, expected the result of build_report; pass that instead"
-        )
+        raise ValueError(f"got a dict without the key {MARK!r}, expected the result of build_report; pass that instead")
     if target.exists() and not _is_report(target):
-        raise ValueError(
-            f"{target} exists and is not a Draftsmith report, so it is not overwritten; give another path"
-        )
+        raise ValueError(f"{target} exists and is not a Draftsmith report, so it is not overwritten; give another path")
     text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -24,9 +24,7 @@ class StopRule:
         # A list or set given by a caller is fine.
         object.__setattr__(self, "eos_ids", frozenset(self.eos_ids))
         if self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {self.max_new_tokens}, expected at least 1; raise max_new_tokens"
-            )
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1; raise max_new_tokens")
 
     def cut(self, new_tokens: Sequence[int], already_emitted: int) -> tuple[list[int], StopReason | None]:
         """What of a decided block is emitted, and why the generation ends there (None: it goes on).

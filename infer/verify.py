@@ -57,9 +57,7 @@ def verify_greedy(tree: DraftTree, target_token_BN: Tensor, ancestors_BNN: Tenso
             "proposal='top_k', or verify sampled drafts with the sampling rule"
         )
     rows, nodes = tree.token_BN.shape
-    assert target_token_BN.shape == (rows, nodes), (
-        f"target {tuple(target_token_BN.shape)}, tree {(rows, nodes)}"
-    )
+    assert target_token_BN.shape == (rows, nodes), f"target {tuple(target_token_BN.shape)}, tree {(rows, nodes)}"
     if ancestors_BNN is None:
         ancestors_BNN = ancestor_mask(tree.parent_BN)
 

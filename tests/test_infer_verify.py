@@ -69,9 +69,7 @@ def check_row(verdict: Verdict, row: int, parents: list[int], tokens: list[int],
 @given(trees(), st.integers(0, 1000))
 def test_any_tree_is_lossless_and_maximal(tree: tuple[list[int], list[int]], salt: int) -> None:
     parents, tokens = tree
-    verdict = verify_greedy(
-        tree_of([parents], [tokens]), torch.tensor([target_tokens(parents, tokens, salt)])
-    )
+    verdict = verify_greedy(tree_of([parents], [tokens]), torch.tensor([target_tokens(parents, tokens, salt)]))
     check_row(verdict, 0, parents, tokens, salt)
 
 

@@ -42,7 +42,7 @@ SPECIAL += ["<bos>", "<turn>", "<end_of_turn>", "<eos>"]
 
 
 def wrap(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=inner)  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=inner)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -65,9 +65,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> set[int]:
 def talk(*texts: str, system: str | None = None) -> Conversation:
     """User and assistant in turn, user first."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    return Conversation(
-        "row", "test", tuple(([{"role": "system", "content": system}] if system else []) + turns)
-    )
+    return Conversation("row", "test", tuple(([{"role": "system", "content": system}] if system else []) + turns))
 
 
 def encode(
@@ -110,9 +108,7 @@ def test_single_and_multi_turn(name: str) -> None:
     assert supervised_texts(tokenizer, encode(tokenizer, talk("hi", "hello"), end)) == [f"hello{end}"]
     row = encode(tokenizer, talk("hi", "hello", "more?", "no\n"), end)
     assert supervised_texts(tokenizer, row) == [f"hello{end}", f"no\n{end}"]
-    rendered = tokenizer.apply_chat_template(
-        list(talk("hi", "hello", "more?", "no\n").messages), tokenize=False
-    )
+    rendered = tokenizer.apply_chat_template(list(talk("hi", "hello", "more?", "no\n").messages), tokenize=False)
     assert tokenizer.decode(list(row.input_ids)) == rendered
     assert not row.truncated
 
@@ -224,9 +220,7 @@ def test_rows_without_supervised_tokens_are_counted() -> None:
 
 def test_nothing_to_train_on_is_an_error() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    with pytest.raises(
-        ValueError, match=r"in my\.jsonl, .*: 0 of 2 rows kept, 2 dropped \(no supervised token\)"
-    ):
+    with pytest.raises(ValueError, match=r"in my\.jsonl, .*: 0 of 2 rows kept, 2 dropped \(no supervised token\)"):
         encode_all(tokenizer, [talk("a"), talk("b")], 60, set(), data_name="my.jsonl")
     with pytest.raises(ValueError, match="0 of 0 rows kept"):
         encode_all(tokenizer, [], 60, set())

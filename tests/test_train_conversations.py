@@ -149,9 +149,7 @@ def test_line_separators_inside_strings(tmp_path: Path) -> None:
 
 
 def prompt(text: str, answer: str = "") -> Conversation:
-    turns = [{"role": "user", "content": text}] + (
-        [{"role": "assistant", "content": answer}] if answer else []
-    )
+    turns = [{"role": "user", "content": text}] + ([{"role": "assistant", "content": answer}] if answer else [])
     return Conversation(text, "test", tuple(turns))
 
 
@@ -159,9 +157,7 @@ def test_split_is_stable_and_near_its_fraction() -> None:
     rows = [prompt(f"question {i}") for i in range(2000)]
     train, held = split_rows(rows, 0.1, seed=0)
     assert train + held != rows and len(train) + len(held) == 2000
-    assert (
-        140 < len(held) < 260
-    )  # mean 200, sigma 13.4: beyond 4 sigma once in 15,000 seeds, and the seed is fixed
+    assert 140 < len(held) < 260  # mean 200, sigma 13.4: beyond 4 sigma once in 15,000 seeds, and the seed is fixed
     assert [row.id for row in held] == [row.id for row in rows if is_held_out(row.split_key, 0.1, 0)]
     half_train, half_held = split_rows(rows[::-1][:1000], 0.1, seed=0)
     assert {row.id for row in half_held} <= {row.id for row in held}
@@ -214,9 +210,7 @@ def test_loss_mask() -> None:
     assert row.supervised == 3
 
 
-@pytest.mark.parametrize(
-    "spans", [((0, 0),), ((2, 1),), ((0, 4),), ((-1, 1),), ((1, 2), (0, 1)), ((0, 2), (1, 3))]
-)
+@pytest.mark.parametrize("spans", [((0, 0),), ((2, 1),), ((0, 4),), ((-1, 1),), ((1, 2), (0, 1)), ((0, 2), (1, 3))])
 def test_bad_spans(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="row 'r': span"):
         TokenRow("r", (1, 2, 3), spans, "s")

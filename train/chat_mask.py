@@ -112,9 +112,7 @@ def _marked_spans(
     mask = [bool(flag) for flag in out["assistant_masks"]]
     if not any(mask):  # the template marks nothing at all, or the mask was lost on the way
         return []
-    for i in range(
-        1, len(ids)
-    ):  # a template may leave the end-of-turn token outside its mark; the model writes it
+    for i in range(1, len(ids)):  # a template may leave the end-of-turn token outside its mark; the model writes it
         if mask[i - 1] and not mask[i] and ids[i] in eos_ids and ids[i - 1] not in eos_ids:
             mask[i] = True
     for i, message in enumerate(messages):  # ... or have what the generation prompt supplies inside
@@ -168,9 +166,7 @@ def encode_conversation(
         full = _render(tokenizer, conversation.messages, False, template_kwargs)
         ids = _tokenise(tokenizer, full)
         if marked:
-            spans: list[Span] | Dropped = _marked_spans(
-                tokenizer, conversation, ids, eos_ids, template_kwargs
-            )
+            spans: list[Span] | Dropped = _marked_spans(tokenizer, conversation, ids, eos_ids, template_kwargs)
         else:
             spans = _prefix_spans(tokenizer, conversation, full, ids, template_kwargs)
     except jinja2.TemplateSyntaxError:
@@ -183,9 +179,7 @@ def encode_conversation(
     kept = tuple((start, min(stop, max_length)) for start, stop in spans if start < min(stop, max_length))
     if not kept:
         return Dropped(NO_SUPERVISED)
-    return TokenRow(
-        conversation.id, tuple(ids[:max_length]), kept, conversation.source, len(ids) > max_length
-    )
+    return TokenRow(conversation.id, tuple(ids[:max_length]), kept, conversation.source, len(ids) > max_length)
 
 
 def encode_all(
@@ -212,9 +206,7 @@ def encode_all(
             rows.append(row)
     counts.rows_out = len(rows)
     counts.check()
-    where = (
-        f"{data_name}, with the chat template of {tokenizer.name_or_path!r} and data.max_length {max_length}"
-    )
+    where = f"{data_name}, with the chat template of {tokenizer.name_or_path!r} and data.max_length {max_length}"
     if not rows:
         raise ValueError(f"nothing to train on in {where}: {counts}; change data.path or data.max_length")
     total, supervised = sum(len(row.input_ids) for row in rows), sum(row.supervised for row in rows)
@@ -226,20 +218,12 @@ def encode_all(
     return rows, counts
 
 
-def end_of_turn_ids(
-    tokenizer: PreTrainedTokenizerBase, eos_token_id: int | Sequence[int] | None
-) -> frozenset[int]:
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
     """The ids that end a turn: the generation config's `eos_token_id`, and the special token after an answer.
 
     They differ on some models (Gemma ends a turn with <end_of_turn> and a text with <eos>).
     """
-    given = (
-        []
-        if eos_token_id is None
-        else [eos_token_id]
-        if isinstance(eos_token_id, int)
-        else list(eos_token_id)
-    )
+    given = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     answer = "draftsmithprobe"
     _template(tokenizer)
     probe: list[Message] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]

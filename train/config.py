@@ -37,9 +37,7 @@ class TargetConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
-    cache_dir: str | None = (
-        None  # where the embedded target lives; null: $DRAFTSMITH_CACHE or ~/.cache/draftsmith
-    )
+    cache_dir: str | None = None  # where the embedded target lives; null: $DRAFTSMITH_CACHE or ~/.cache/draftsmith
 
     def __post_init__(self) -> None:
         _require(bool(self.path.strip()), "target.path", self.path, '"embedded", a hub id or a directory')
@@ -51,7 +49,6 @@ class HeadOptions:
     """Which draft head, and what its weights start from."""
 
     kind: str = "eagle"
-    init: Literal["random", "target_layer"] = "target_layer"
 
     def __post_init__(self) -> None:
         _require(bool(self.kind.strip()), "head.kind", self.kind, "the name of a registered head")
@@ -96,9 +93,7 @@ class DataConfig:
             self.prompt_tokens,
             f"less than data.max_length ({self.max_length}), or no answer fits in a row",
         )
-        _require(
-            self.max_rows is None or self.max_rows > 0, "data.max_rows", self.max_rows, "positive, or null"
-        )
+        _require(self.max_rows is None or self.max_rows > 0, "data.max_rows", self.max_rows, "positive, or null")
         _require(0 < self.held_out < 1, "data.held_out", self.held_out, "a fraction between 0 and 1")
         _require(self.seed >= 0, "data.seed", self.seed, "0 or more")
         for name in ("prompt_temperature", "answer_temperature"):
@@ -144,9 +139,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr", self.lr, "a positive number")
-        _require(
-            all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)"
-        )
+        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", self.betas, "two numbers in [0, 1)")
         _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "0 or more")
         _require(0 <= self.warmup_ratio < 1, "optim.warmup_ratio", self.warmup_ratio, "a fraction in [0, 1)")
         _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "0 to 1")
@@ -170,6 +163,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     seed: int = 0
     resume: Literal["auto", "never", "must"] = "auto"
+    threads: int = 0  # CPU threads per process; 0: the cores shared among the machine's processes
 
     def __post_init__(self) -> None:
         limits = ("max_steps", "epochs", "max_minutes")
@@ -193,6 +187,7 @@ class TrainConfig:
             _require(value >= 1, f"train.{name}", value, "1 or more")
         _require(bool(self.output_dir.strip()), "train.output_dir", self.output_dir, "a directory")
         _require(self.seed >= 0, "train.seed", self.seed, "0 or more")
+        _require(self.threads >= 0, "train.threads", self.threads, "0 (all cores) or more")
 
 
 @dataclass(frozen=True)
@@ -240,9 +235,7 @@ def _type_name(hint: Any) -> str:
         return f"a list of {len(args)}: " + ", ".join(_type_name(arg) for arg in args)
     if dataclasses.is_dataclass(hint):
         return "a section (key: value pairs)"
-    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(
-        hint, str(hint)
-    )
+    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
 
 
 def _mismatch(path: str, value: object, hint: Any) -> ValueError:
@@ -349,9 +342,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     for name, spec in fields.items():
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ValueError(
-                f"{path + '.' if path else ''}{name} is missing, expected {_type_name(hints[name])}"
-            )
+            raise ValueError(f"{path + '.' if path else ''}{name} is missing, expected {_type_name(hints[name])}")
     return cls(**values)
 
 
@@ -384,9 +375,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[object] = set()
         for key_node, _ in node.value:
             if key_node.value in seen:
-                raise ValueError(
-                    f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is there twice"
-                )
+                raise ValueError(f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is there twice")
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -450,17 +439,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(
-            f"config {str(path)!r} cannot be read: {error.strerror}; give a YAML file"
-        ) from error
+        raise ValueError(f"config {str(path)!r} cannot be read: {error.strerror}; give a YAML file") from error
     where = f"{path} with --set {' '.join(overrides)}" if overrides else str(path)
     try:
         data = parse_yaml(text)
         data = {} if data is None else data
         if not isinstance(data, Mapping):
-            raise ValueError(
-                f"the file holds {type(data).__name__}, expected sections: {', '.join(_sections())}"
-            )
+            raise ValueError(f"the file holds {type(data).__name__}, expected sections: {', '.join(_sections())}")
         return from_dict(RunConfig, apply_overrides(data, overrides))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

@@ -202,9 +202,7 @@ def read_conversations(path: str | Path) -> tuple[list[Conversation], DropCounts
     kept: list[Conversation] = []
     counts = DropCounts()
     seen: set[str] = set()
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: U+2028 may stand inside a JSON string
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a JSON string
         if not line.strip():
             continue
         counts.rows_in += 1
@@ -235,9 +233,7 @@ def _json_object(line: str, path: str | Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {number}: not valid JSON ({error}); expected one JSON object a line"
-        ) from error
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error}); expected one JSON object a line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{path}, line {number}: {type(row).__name__}, expected one JSON object a line")
     return row
@@ -330,10 +326,6 @@ def _row_from_dict(data: Mapping[str, Any]) -> TokenRow:
         isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span) for span in spans
     ):
         raise ValueError("spans is not a list of [start, stop]")
-    if (
-        not isinstance(truncated, bool)
-        or not isinstance(data["id"], str)
-        or not isinstance(data["source"], str)
-    ):
+    if not isinstance(truncated, bool) or not isinstance(data["id"], str) or not isinstance(data["source"], str):
         raise ValueError("id and source must be strings, truncated true or false")
     return TokenRow(data["id"], tuple(ids), tuple((a, b) for a, b in spans), data["source"], truncated)

@@ -130,7 +130,7 @@ class Answerer:
         prompts = []
         for row, ids in enumerate(made):
             finished = ids[-1] in self.stops
-            text = self.tokenizer.decode(ids[:-1] if finished else ids, skip_special_tokens=False).strip()
+            text = str(self.tokenizer.decode(ids[:-1] if finished else ids, skip_special_tokens=False)).strip()
             if not finished:
                 counts.add("invented prompt not finished")
             elif len(ids) < 4 or not text:
@@ -200,7 +200,8 @@ class Answerer:
                         ids[row] += glue
                         still_open.append(row)
             open_rows = still_open
-        return [row for k in sorted(kept) if (row := self._row(prompts[k], ids[k], spans[k], counts)) is not None]
+        made = [self._row(prompts[k], ids[k], spans[k], counts) for k in sorted(kept)]
+        return [row for row in made if row is not None]
 
     def _row(
         self, prompt: Conversation, ids: list[int], spans: list[tuple[int, int]], counts: DropCounts
@@ -265,9 +266,7 @@ def load_target(target: TargetConfig, device: str) -> tuple[TargetAdapter, PreTr
 def load_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
     path = resolve_target(target.path, target.cache_dir)
     try:
-        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
-            path, revision=target.revision, trust_remote_code=target.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(path, revision=target.revision, trust_remote_code=target.trust_remote_code)
     except OSError as error:
         raise ValueError(f"target.path: cannot load a tokenizer from {path!r}: {error}") from error
 
@@ -380,8 +379,8 @@ def _run_waves(
     try:
         running: dict[Future[dict[str, Any]], Wave] = {}
         while (number := enough()) is None:
-            while len(running) < processes and (wave := next(missing, None)) is not None:
-                running[pool.submit(_run_wave, wave, path[wave.index])] = wave
+            while len(running) < processes and (todo := next(missing, None)) is not None:
+                running[pool.submit(_run_wave, todo, path[todo.index])] = todo
             finished, _ = wait(running, timeout=_PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
             for future in finished:
                 results[running.pop(future).index] = future.result()
@@ -419,9 +418,7 @@ class _Progress:
         sys.stdout.flush()
 
 
-def wave_key(
-    target: TargetConfig, data: DataConfig, conversations: Sequence[Conversation] | None
-) -> dict[str, Any]:
+def wave_key(target: TargetConfig, data: DataConfig, conversations: Sequence[Conversation] | None) -> dict[str, Any]:
     """Everything that a wave's content depends on."""
     template = getattr(load_tokenizer(target), "chat_template", None) or ""
     prompts = None
@@ -441,7 +438,9 @@ def wave_key(
 def _check_manifest(path: Path, key: dict[str, Any]) -> None:
     if path.is_file():
         old = json.loads(path.read_text())
-        wrong = [f"{name}: there {old.get(name)!r}, asked {value!r}" for name, value in key.items() if old.get(name) != value]
+        wrong = [
+            f"{name}: there {old.get(name)!r}, asked {value!r}" for name, value in key.items() if old.get(name) != value
+        ]
         if wrong:
             raise ValueError(
                 f"data.work_dir: {path.parent} holds data made with other settings ({'; '.join(wrong)}); "

@@ -1,0 +1,291 @@
+"""The decoding command: streams, evaluates, goes on after a kill, and tells errors in a line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads.checkpoint import save_head
+from heads.config import HeadConfig
+from heads.target import TargetAdapter
+from infer import evaluation
+from infer.engine import decode_speculative
+from infer.generate import main
+from infer.prompts import Prompt, encode_prompt, read_prompts, spread
+from infer.streaming import TextStream
+from tests.tiny import CONFIGS, library_greedy, tiny_head, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = [
+    {"question_id": 11, "category": "writing", "turns": ["Tell me a story.", "Again."]},
+    {"question_id": 12, "category": "math", "turns": ["1+1?"]},
+    {"question_id": 13, "category": "writing", "turns": ["Name a colour."]},
+    {"id": "x", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]},
+]
+
+
+def small_model(vocab: int) -> Any:
+    config = CONFIGS["llama"].to_dict() | {"vocab_size": vocab}
+    return tiny_model(type(CONFIGS["llama"])(**config))
+
+
+@pytest.fixture(scope="module", name="place")
+def make_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, a head for it and a prompt set."""
+    place = tmp_path_factory.mktemp("generate")
+    tokenizer = tiny_tokenizer()
+    model = small_model(len(tokenizer))
+    model.save_pretrained(place / "target")
+    tokenizer.save_pretrained(place / "target")
+    target = TargetAdapter(model, name=str(place / "target"))
+    save_head(tiny_head(target), place / "head")
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return place
+
+
+def options(place: Path, *more: str, new: int = 12) -> list[str]:
+    return ["--head", str(place / "head"), "--max-new-tokens", str(new), "--tree-width", "3", *more]
+
+
+def test_prompt_streams_the_librarys_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = encode_prompt(tokenizer, Prompt("", "", "Hello", None), raw=False)
+    assert tokenizer.decode(ids) == "<|user|>Hello<|end|><|assistant|>"
+    text = tokenizer.decode(library_greedy(small_model(len(tokenizer)), ids, 12), skip_special_tokens=True)
+    assert main(options(place, "--prompt", "Hello")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(text + "\n[accept length ")
+    assert "12 tokens" in out.splitlines()[-1] and out.rstrip().endswith("tokens/s]")
+    assert main(options(place, "--prompt", "Hello", "--raw", new=1)) == 0
+    assert "accept length -" in capsys.readouterr().out  # no round at all
+    assert main(options(place, "--prompt", "Hello", "--system", "Be brief.")) == 0
+    assert not capsys.readouterr().out.startswith(text)
+
+
+def evaluate(place: Path, out: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, Any, str]:
+    files = ("--eval", str(place / "prompts.jsonl"), "--json", str(out))
+    code = main(options(place, *files, *more))
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out.splitlines()[-1]), shown.err
+
+
+def test_eval(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "report.json"
+    code, summary, err = evaluate(place, out, capsys, "--limit", "3")
+    assert code == 0
+    report = json.loads(out.read_text())
+    assert summary == report["overall"]
+    assert summary["prompts"] == 3 and summary["identical_share"] == 1.0 and summary["tau"] >= 1.0
+    assert set(report["categories"]) == {"writing", "math", "all"}
+    assert "writing 1, math 1, all 1" in err and "left" in err
+    meta = report["meta"]
+    for key in ("hardware", "batch", "sampling", "threads", "torch", "transformers", "commit", "command"):
+        assert key in meta
+    assert meta["dtype"] == "float32" and meta["tree"] == {"width": 3, "depth": 4, "total": 24}
+    assert meta["target"] == str(place / "target") and "--limit 3" in meta["command"]
+    assert report["divergence"]["prompts"] == 0
+    assert sorted(path.name for path in out.parent.iterdir()) == ["report.json"]
+
+
+def test_eval_goes_on_after_a_kill(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report.json"
+    partial = tmp_path / "report.json.partial.jsonl"
+    decoded: list[int] = []
+    both = evaluation._decode_both
+
+    def counted(request: Any, index: int, stop: Any, plain_first: bool) -> Any:
+        if stop.max_new_tokens == 12:  # not the warm-up
+            if len(decoded) == 2:
+                raise KeyboardInterrupt
+            decoded.append(index)
+        return both(request, index, stop, plain_first)
+
+    monkeypatch.setattr(evaluation, "_decode_both", counted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(place, out, capsys)
+    assert decoded == [0, 1] and not out.exists()
+    lines = partial.read_text().splitlines()
+    assert len(lines) == 3
+    partial.write_text("\n".join(lines) + "\n" + lines[-1][:20])  # killed in the middle of a line
+
+    decoded.clear()
+    code, summary, err = evaluate(place, out, capsys)
+    assert code == 0 and decoded == [2, 3] and "after 2 finished prompts" in err
+    assert summary["prompts"] == 4 and not partial.exists()
+    resumed = json.loads(out.read_text())
+
+    monkeypatch.undo()
+    _, whole, _ = evaluate(place, out, capsys)  # a report of ours is replaced
+    for key in ("tau", "new_tokens_spec", "target_passes_spec", "new_tokens_plain"):
+        assert whole[key] == summary[key]
+    names = [row["prompt_id"] for row in resumed["prompts"]]
+    assert names == ["11", "12", "13", "x"]
+
+    partial.write_text(lines[0] + "\n" + lines[1] + "\n")  # of other settings: not mixed in
+    code, _, err = evaluate(place, out, capsys, "--tree-depth", "2")
+    assert code == 0 and "other settings (tree)" in err and "going on" not in err
+
+
+def test_a_divergence_in_full_precision_is_an_error(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any) -> Any:
+        ids, stats = decode_speculative(*args)
+        return ([*ids[:-1], (ids[-1] + 1) % 256], stats)
+
+    monkeypatch.setattr(evaluation, "decode_speculative", wrong)
+    code, summary, err = evaluate(place, tmp_path / "r.json", capsys)
+    assert code == 1 and summary["identical_share"] == 0.0 and "4 prompts differ" in err
+    divergence = json.loads((tmp_path / "r.json").read_text())["divergence"]
+    assert divergence["prompts"] == 4 and 0 < divergence["gap_smallest"] <= divergence["gap_largest"]
+    code, _, err = evaluate(place, tmp_path / "r16.json", capsys, "--dtype", "bfloat16")
+    assert code == 0 and "error" not in err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        ["--prompt", "a", "--eval", "b"],
+        ["--prompt", "a", "--limit", "3"],
+        ["--prompt", "a", "--json", "x.json"],
+        ["--prompt", "a", "--raw", "--system", "b"],
+        ["--prompt", "a", "--chain", "2", "--tree-depth", "2"],
+        ["--prompt", "a", "--chain", "0"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_end_with_2(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["--head", "nowhere", *wrong])
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--head", "nowhere", "--prompt", "a"], "nowhere holds no config.json"),
+        (["--target", "./nowhere", "--prompt", "a"], "./nowhere"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--prompt", "a", "--max-new-tokens", "999"], "256 positions"),
+        (["--prompt", "a", "--threads", "0"], "--threads"),
+        (["--prompt", "a", "--device", "cuda:77x"], "--device"),
+        (["--prompt", "a", "--tree-nodes", "1"], "--tree-nodes"),
+        (["--prompt", "", "--raw"], "0 tokens"),
+        (["--eval", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--eval", "{place}/prompts.jsonl", "--limit", "0"], "--limit"),
+        (["--eval", "{place}/prompts.jsonl", "--json", "{place}/prompts.jsonl"], "not a Draftsmith report"),
+        (["--eval", "{place}/prompts.jsonl", "--json", "{place}/prompts.jsonl/x"], "--json"),
+        (["--eval", "{place}/prompts.jsonl", "--max-new-tokens", "250"], "prompt 11:"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_are_one_line_and_1(
+    place: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], told: str
+) -> None:
+    assert main(options(place, *(part.format(place=place) for part in wrong))) == 1
+    shown = capsys.readouterr()
+    last = shown.err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and told in shown.err and "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_a_head_of_another_target_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = TargetAdapter(small_model(300), name="another/target")
+    config = HeadConfig.derive("eagle", target.config, 300, "another/target")
+    assert config.vocab_size == 300
+    save_head(tiny_head(target), tmp_path / "head")
+    code = main(["--head", str(tmp_path / "head"), "--target", str(place / "target"), "--prompt", "a"])
+    assert code == 1 and "another/target" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_chat_template_needs_raw() -> None:
+    tokenizer = tiny_tokenizer(chat=False)
+    with pytest.raises(ValueError, match="--raw"):
+        encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=False)
+    assert tokenizer.decode(encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=True)) == "Hello"
+
+
+def test_rows_of_every_form(tmp_path: Path) -> None:
+    rows = [
+        {"turns": ["a", "b"], "question_id": 5, "category": "c"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": "m"},
+        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]},
+        {"prompt": "a"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    assert read_prompts(path) == [
+        Prompt("5", "c", "a"),
+        Prompt("m", "all", "a"),
+        Prompt("5", "all", "a", "s"),
+        Prompt("7", "all", "a"),
+    ]
+    for bad in (
+        "[1]",
+        "{",
+        '{"text": "a"}',
+        '{"turns": []}',
+        '{"messages": [{"role": "assistant"}]}',
+        '{"prompt": ""}',
+    ):
+        path.write_text('{"prompt": "a"}\n' + bad)
+        with pytest.raises(ValueError, match="line 2"):
+            read_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="no prompt"):
+        read_prompts(path)
+
+
+def test_spread_is_even_and_keeps_the_order() -> None:
+    prompts = [Prompt(f"{name}{i}", name, "") for name, count in (("a", 10), ("b", 2), ("c", 30)) for i in range(count)]
+    for limit, counts in ((1, (1, 0, 0)), (3, (1, 1, 1)), (8, (3, 2, 3)), (20, (9, 2, 9)), (99, (10, 2, 30))):
+        chosen = spread(prompts, limit)
+        assert tuple(sum(p.category == name for p in chosen) for name in "abc") == counts
+        assert [prompts.index(p) for p in chosen] == sorted(prompts.index(p) for p in chosen)
+    assert [p.id for p in spread(prompts, 8)] == ["a0", "a3", "a6", "b0", "b1", "c0", "c10", "c20"]
+    assert spread(prompts, None) == prompts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_stream_writes_whole_characters(size: int) -> None:
+    tokenizer = tiny_tokenizer()
+    text = "Grüße, 世界 🙂 end"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.encode())  # a token per byte, so characters are split
+    written: list[str] = []
+    stream = TextStream(tokenizer, written.append)
+    for start in range(0, len(ids), size):
+        stream.push(ids[start : start + size])
+        assert text.startswith("".join(written))
+    stream.finish()
+    assert "".join(written) == text
+    unfinished = TextStream(tokenizer, written.append)
+    unfinished.push(tokenizer("🙂", add_special_tokens=False)["input_ids"][:2])
+    assert "".join(written) == text
+    unfinished.finish()
+    assert "".join(written) != text  # nothing is lost without a trace
+
+
+def test_run_by_path_from_another_folder(place: Path, tmp_path: Path) -> None:
+    script = str(ROOT / "infer" / "generate.py")
+    command = [sys.executable, script, *options(place, "--prompt", "Hello", "--threads", "1", new=4)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "4 tokens" in done.stdout
+
+
+def test_partial_of_something_else_is_not_overwritten(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.json.partial.jsonl").write_text('{"mine": 1}\n')
+    files = ["--eval", str(place / "prompts.jsonl"), "--json", str(tmp_path / "r.json")]
+    assert main(options(place, *files)) == 1
+    assert (tmp_path / "r.json.partial.jsonl").read_text() == '{"mine": 1}\n'
+    (tmp_path / "r.json.partial.jsonl").unlink()
+    assert main(options(place, *files, "--target", "./nowhere")) == 1
+    assert list(tmp_path.iterdir()) == []  # a failed start leaves nothing

@@ -1,0 +1,81 @@
+"""The load-time probe passes models that can score trees and refuses those that cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from heads.cache import SlotCache
+from heads.target import TargetAdapter
+from infer.probe import probe_tree, require_tree
+from tests.tiny import CONFIGS, tiny_target
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_right_models_pass(name: str) -> None:
+    assert probe_tree(tiny_target(name)) < 1e-5
+    require_tree(tiny_target(name))
+
+
+def altered(target: TargetAdapter, **changes: Any) -> TargetAdapter:
+    """A model that overwrites some of its arguments, as one does that ignores them."""
+    whole = target.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for key, change in changes.items():
+            if kwargs.get(key) is not None:
+                kwargs[key] = change(kwargs[key])
+        return whole(*args, **kwargs)
+
+    target.model.forward = forward
+    return target
+
+
+def arange_like(positions: torch.Tensor) -> torch.Tensor:
+    return positions[:, :1] + torch.arange(positions.shape[1])
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "sees everything": {"attention_mask": lambda mask: mask.zero_()},
+    "one row for all": {"attention_mask": lambda mask: mask[:, :, -1:].expand_as(mask)},
+    "counts slots": {"position_ids": arange_like},
+    "off by one": {"position_ids": lambda positions: positions + 1},
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_models_that_ignore_mask_or_positions_are_refused(name: str, how: str) -> None:
+    target = altered(tiny_target(name), **BROKEN[how])
+    if (name, how) == ("llama", "off by one"):  # rotary attention depends on differences of positions only
+        require_tree(target)
+        return
+    with pytest.raises(ValueError, match="wrongly: relative error"):
+        require_tree(target)
+
+
+def test_a_cache_that_loses_the_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    commit = SlotCache.commit
+    monkeypatch.setattr(SlotCache, "commit", lambda self, base, path: commit(self, base, list(range(len(path)))))
+    with pytest.raises(ValueError, match="tree path"):
+        require_tree(target)
+
+
+def test_a_failing_model_is_refused_with_its_reason() -> None:
+    target = tiny_target("llama")
+
+    def fail(mask: torch.Tensor) -> torch.Tensor:
+        raise KeyError("only a mask per layer type")
+
+    with pytest.raises(ValueError, match="KeyError: 'only a mask per layer type'"):
+        require_tree(altered(target, attention_mask=fail))
+
+
+def test_nan_is_refused() -> None:
+    target = tiny_target("llama")
+    target.model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="nan"):
+        require_tree(target)

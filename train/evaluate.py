@@ -1,0 +1,88 @@
+"""Held-out evaluation, teacher-forced on the target's own answers: accuracy per depth, simulated accept length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from heads.base import LossSpec
+from train.batching import make_batch, plan_batches
+from train.conversations import TokenRow
+from train.feature_cache import FeatureCache
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over the supervised roots of the held-out rows.
+
+    accept_length: simulated tau of a chain, 1 + mean over roots of the number of leading steps whose argmax agrees
+        with the target's: the mean of the cumulative product, not the product of means.
+    accuracy[k]: share of supervised positions of step k that agree, whatever happened before.
+    conditional[k]: the same among roots whose steps before k all agreed.
+    """
+
+    accept_length: float
+    accuracy: list[float]
+    conditional: list[float]
+    feature_loss: float
+    token_loss: float
+    roots: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(counts: dict[str, float], steps: int) -> Evaluation:
+    """From the summed counts of `DraftHead.forward(measure=True)`."""
+    roots = counts["positions/0"]
+    prefix = [counts[f"prefix/{k}"] for k in range(steps)]
+    before = [roots, *prefix[:-1]]
+    return Evaluation(
+        accept_length=1.0 + sum(prefix) / max(roots, 1.0),
+        accuracy=[counts[f"match/{k}"] / max(counts[f"positions/{k}"], 1.0) for k in range(steps)],
+        conditional=[a / max(b, 1.0) for a, b in zip(prefix, before, strict=True)],
+        feature_loss=counts["feature_loss/0"] / max(roots, 1.0),
+        token_loss=counts["token_loss/0"] / max(roots, 1.0),
+        roots=int(roots),
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    head: torch.nn.Module,
+    rows: Sequence[TokenRow],
+    features: FeatureCache,
+    depth: int,
+    tokens_per_batch: int,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+) -> Evaluation:
+    """Runs `depth` unrolled steps on every row; ranks share the batches. Leaves the head's mode as it was."""
+    was_training = head.training
+    head.eval()
+    totals: dict[str, torch.Tensor] = {}
+    batches = plan_batches([len(r.input_ids) for r in rows], tokens_per_batch, 0, 0)
+    loss = LossSpec(1.0, 1.0, 1.0)
+    names: list[str] = []
+    for k in range(depth):
+        names += [f"{n}/{k}" for n in ("feature_loss", "token_loss", "positions", "match", "prefix")]
+    for indices in batches[accelerator.process_index :: accelerator.num_processes]:
+        batch = make_batch(
+            [rows[i] for i in indices],
+            [features[i] for i in indices],
+            depth,
+            dtype=dtype,
+            device=accelerator.device,
+        )
+        with accelerator.autocast():
+            out = accelerator.unwrap_model(head)(batch, loss, measure=True)
+        for name in names:
+            totals[name] = totals.get(name, torch.zeros((), device=accelerator.device)) + out.counts[name]
+    vector = torch.stack([totals.get(name, torch.zeros((), device=accelerator.device)).double() for name in names])
+    vector = accelerator.reduce(vector, "sum")
+    head.train(was_training)
+    return summarise(dict(zip(names, vector.tolist(), strict=True)), depth)

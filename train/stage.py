@@ -1,0 +1,168 @@
+"""The data stage: from the config's data section to token rows on disk, split once.
+
+Writes to data.work_dir: rows_train.jsonl, rows_held_out.jsonl, held_out_prompts.jsonl (first user turns, for
+`infer/generate.py --eval`) and stage.json, last, which says what they were made from. Finished, it is not redone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from train.chat_mask import describe_row, encode_all, end_of_turn_ids
+from train.config import RunConfig
+from train.conversations import (
+    Conversation,
+    DropCounts,
+    TokenRow,
+    read_conversations,
+    read_rows,
+    split_rows,
+    write_rows,
+)
+from train.regenerate import load_tokenizer, make_rows, template_parts
+
+_TRAIN, _HELD_OUT, _PROMPTS, _STAGE = "rows_train.jsonl", "rows_held_out.jsonl", "held_out_prompts.jsonl", "stage.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of both sides and the stage's own record."""
+
+    train: list[TokenRow]
+    held_out: list[TokenRow]
+    record: dict[str, Any]
+
+
+def stage_key(config: RunConfig) -> dict[str, Any]:
+    """Everything the rows depend on. `processes` and `work_dir` do not change them."""
+    data = asdict(config.data)
+    for name in ("processes", "work_dir"):
+        del data[name]
+    if config.data.path is not None:
+        data["sha256"] = hashlib.sha256(_existing(config.data.path).read_bytes()).hexdigest()
+    target = {name: getattr(config.target, name) for name in ("path", "revision", "dtype")}
+    return {"schema": 1, **{f"target.{k}": v for k, v in target.items()}, **{f"data.{k}": v for k, v in data.items()}}
+
+
+def _existing(path: str) -> Path:
+    if not Path(path).is_file():
+        raise ValueError(f"data.path: {path} is not a file; expected JSONL of conversations or prompts")
+    return Path(path)
+
+
+def read_stage(config: RunConfig) -> Rows | None:
+    """The finished stage, or None.
+
+    Raises:
+        ValueError: the directory holds a finished stage made from other settings (each difference is named).
+    """
+    folder = Path(config.data.work_dir)
+    if not (folder / _STAGE).is_file():
+        return None
+    record = json.loads((folder / _STAGE).read_text())
+    key = stage_key(config)
+    wrong = [f"{k}: there {record['key'].get(k)!r}, asked {v!r}" for k, v in key.items() if record["key"].get(k) != v]
+    if wrong:
+        raise ValueError(
+            f"data.work_dir: {folder} holds rows made from other settings ({'; '.join(wrong)}); "
+            "choose another data.work_dir or remove it"
+        )
+    return Rows(read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT), record)
+
+
+def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = print) -> Rows:
+    """Runs what is missing of the stage and returns its rows.
+
+    Raises:
+        ValueError: bad data or settings, before any long work where they can be seen.
+    """
+    done = read_stage(config)
+    if done is not None:
+        log(f"data: {len(done.train)} training and {len(done.held_out)} held-out rows found in {config.data.work_dir}")
+        return done
+    folder = Path(config.data.work_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(config.target)
+    rows, counts = _make(config, tokenizer, device, log)
+    log(f"data: {counts}")
+    train, held_out = split_rows(rows, config.data.held_out, config.data.seed)
+    write_rows(folder / _TRAIN, train)
+    write_rows(folder / _HELD_OUT, held_out)
+    _write(folder / _PROMPTS, "".join(json.dumps(p) + "\n" for p in _prompts(held_out, tokenizer)))
+    record = {
+        "key": stage_key(config),
+        "rows_in": counts.rows_in,
+        "dropped": counts.reasons,
+        "train_rows": len(train),
+        "held_out_rows": len(held_out),
+        "supervised_tokens": sum(r.supervised for r in train),
+        "tokens": sum(len(r.input_ids) for r in train),
+        "truncated_rows": sum(r.truncated for r in rows),
+    }
+    _write(folder / _STAGE, json.dumps(record, indent=2) + "\n")
+    log(f"data: {len(train)} training rows ({record['supervised_tokens']} answer tokens), {len(held_out)} held out")
+    log(
+        "data: a row as it is trained on, supervised text between ⟦ and ⟧:\n" + describe_row(tokenizer, train[0])[:1200]
+    )
+    return Rows(train, held_out, record)
+
+
+def _make(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: str, log: Callable[[str], None]
+) -> tuple[list[TokenRow], DropCounts]:
+    data = config.data
+    if data.path is None:
+        log(f"data: self-synthesis until {data.tokens} answer tokens are there")
+        return make_rows(config.target, data, None, device=device, log=log)
+    conversations, counts = read_conversations(_existing(data.path))
+    log(f"data: {data.path}: {counts}")
+    if data.max_rows is not None:
+        conversations = conversations[: data.max_rows]
+    if data.answers == "regenerate":
+        prompts = [_prompt_only(c) for c in conversations]
+        return make_rows(config.target, data, prompts, device=device, log=log)
+    if all(c.is_prompt for c in conversations):
+        raise ValueError(f"data.answers: {data.path} holds prompts only; set data.answers: regenerate")
+    from transformers import GenerationConfig
+
+    from heads.embedded import resolve_target
+
+    eos = None
+    try:
+        path = resolve_target(config.target.path, config.target.cache_dir)
+        eos = GenerationConfig.from_pretrained(path, revision=config.target.revision or "main").eos_token_id
+    except OSError:
+        eos = tokenizer.eos_token_id  # no generation config: the template's own terminator is added below
+    ends = end_of_turn_ids(tokenizer, eos)
+    return encode_all(tokenizer, conversations, data.max_length, ends, data_name=data.path)
+
+
+def _prompt_only(conversation: Conversation) -> Conversation:
+    kept = tuple(m for m in conversation.messages if m["role"] != "assistant")
+    return Conversation(conversation.id, conversation.source, kept)
+
+
+def _prompts(rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """First user turns as text, of the rows whose prompt is the template around one user message."""
+    parts = template_parts(tokenizer)
+    out = []
+    for row in rows:
+        text = str(tokenizer.decode(list(row.input_ids[: row.spans[0][0]]), skip_special_tokens=False))
+        if text.startswith(parts.before_user) and text.endswith(parts.after_user):
+            content = text[len(parts.before_user) : len(text) - len(parts.after_user)]
+            out.append({"id": row.id, "category": row.source, "messages": [{"role": "user", "content": content}]})
+    return out
+
+
+def _write(path: Path, text: str) -> None:
+    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    tmp.write_text(text)
+    os.replace(tmp, path)
