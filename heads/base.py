@@ -9,6 +9,7 @@ p is the target, q the draft. "Feature" is the target's hidden state after its f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,11 +99,16 @@ class DraftHead(nn.Module, ABC):
 
     config: HeadConfig
     needs: Needs
+    draft_token_ids: Tensor
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
         self._bound: list[TargetAdapter] = []  # a list, so that the target is no submodule and is never saved
+        self._draft_logits: Callable[[Tensor], Tensor] | None = None
+        if config.draft_vocab_size is not None:
+            # Target ids of the draft vocabulary, ascending; stored with the weights, never rebuilt.
+            self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def bind(self, target: TargetAdapter) -> None:
         """Takes embedding and LM head of the target by reference.
@@ -119,7 +125,20 @@ class DraftHead(nn.Module, ABC):
                     f"head.{name} is {mine}, but target {target.name!r} has {theirs}: the head was trained for "
                     f"{self.config.target!r}; pass that target"
                 )
-        self._bound = [target]
+        if self._bound != [target]:
+            self._bound = [target]
+            ids = self.draft_ids
+            self._draft_logits = target.logits if ids is None else target.logits_of_tokens(ids)
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, [Vd] ascending, or None where that is the whole vocabulary."""
+        return self.draft_token_ids if self.config.draft_vocab_size is not None else None
+
+    def draft_logits(self, feature: Tensor) -> Tensor:
+        """The target's logits [..., Vd] of drafted features, limited to the draft vocabulary."""
+        assert self._draft_logits is not None, "bind(target) comes first"
+        return self._draft_logits(feature)
 
     @property
     def target(self) -> TargetAdapter:

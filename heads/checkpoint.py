@@ -39,7 +39,10 @@ def save_head(
     tmp = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    tensors = {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in head.state_dict().items()}
+    tensors = {
+        name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else t.dtype).contiguous()
+        for name, t in head.state_dict().items()
+    }
     save_file(tensors, tmp / WEIGHTS, metadata={"format": "pt"})
     (tmp / CONFIG).write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")
     for name, text in (files or {}).items():

@@ -26,10 +26,19 @@ class HeadConfig:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     hidden_act: str = "silu"
+    draft_vocab_size: int | None = None  # proposals are limited to that many frequent tokens
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def derive(cls, kind: str, config: Any, vocab_size: int, target: str, revision: str | None = None) -> HeadConfig:
+    def derive(
+        cls,
+        kind: str,
+        config: Any,
+        vocab_size: int,
+        target: str,
+        revision: str | None = None,
+        draft_vocab_size: int | None = None,
+    ) -> HeadConfig:
         """From a transformers (text) config. Absolute-position targets such as GPT-2 get default RoPE in the head."""
         heads = config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {}
@@ -49,6 +58,7 @@ class HeadConfig:
             rms_norm_eps=float(_first(config, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") or 1e-5),
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
             max_position_embeddings=config.max_position_embeddings,
+            draft_vocab_size=draft_vocab_size,
         )
 
     def to_dict(self) -> dict[str, Any]:

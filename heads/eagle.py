@@ -11,6 +11,7 @@ without bias, input order [embedding, feature], `layers.0` without input norm, n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,18 +54,20 @@ class EagleHead(DraftHead):
     def layer(self) -> DecoderLayer:
         return self.layers[0]  # type: ignore[return-value]
 
-    def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
+    def unroll(self, batch: HeadBatch) -> Iterator[Tensor]:
+        """The head's output of every step, [B, T, H] each; a step reads the output of the one before it.
+
+        Step 0 sees true features up to its root; step s sees those and the root's own steps 1..s, which is what
+        decoding sees (`attend_unrolled`).
+        """
         feature = batch.feature_BTH if batch.noise_BTH is None else batch.feature_BTH + batch.noise_BTH
         length = feature.shape[1]
         visible = torch.ones(length, length, dtype=torch.bool, device=feature.device).tril()
-        visible = visible & batch.valid_BT[:, None] | torch.eye(length, dtype=torch.bool, device=feature.device)
+        visible = (visible & batch.valid_BT[:, None]) | torch.eye(length, dtype=torch.bool, device=feature.device)
         mask = additive_mask(visible, feature.dtype)
         positions = torch.arange(length, device=feature.device)[None]
-        total = torch.zeros((), device=feature.device)
-        counts: dict[str, Tensor] = {}
         true_kv: tuple[Tensor, Tensor] | None = None
         chain: list[tuple[Tensor, Tensor]] = []
-        prefix = batch.weight_KBT[0]
         for k in range(batch.steps):
             x = self.fuse(batch.token_KBT[k], feature)
             q, key, value = self.layer.qkv(x, self.rope(x, positions + k))
@@ -75,10 +78,17 @@ class EagleHead(DraftHead):
                 chain.append((key, value))
                 attended = attend_unrolled(q, *true_kv, chain, mask)
             feature = self.layer.finish(x, attended)
+            yield feature
+
+    def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
+        total = torch.zeros((), device=batch.feature_BTH.device)
+        counts: dict[str, Tensor] = {}
+        prefix = batch.weight_KBT[0]  # roots whose steps so far all agree with the target
+        for k, feature in enumerate(self.unroll(batch)):
             weight = batch.weight_KBT[k]
             mine, theirs = feature[weight], batch.teacher[k][weight]
             feature_sum = feature_loss_sum(mine, theirs)
-            token_sum, match = soft_ce_sum(mine, theirs, self.target.logits)
+            token_sum, match = soft_ce_sum(mine, theirs, self.target.logits, self.draft_ids)
             total = total + loss.step_decay**k * (loss.feature_weight * feature_sum + loss.token_weight * token_sum)
             if measure:
                 hit = torch.zeros_like(weight)
@@ -133,7 +143,7 @@ class EagleHead(DraftHead):
             start = state.length + drafted - width
             return self._decode(state, feature_1WH, token_1W, position, visible, start)
 
-        return grow_tree(root_token, state.last_11H, policy, expand, self.target.logits)
+        return grow_tree(root_token, state.last_11H, policy, expand, self.draft_logits, self.draft_ids)
 
     def _decode(
         self, state: EagleState, feature: Tensor, token: Tensor, position: Tensor, visible_1NS: Tensor, start: int

@@ -95,7 +95,8 @@ def attend_unrolled(q: Tensor, k0: Tensor, v0: Tensor, chain: list[tuple[Tensor,
     scale = dim**-0.5
     scores = [torch.matmul(qg, k0[:, :, None].transpose(-1, -2)) * scale + mask[:, :, None]]
     scores += [(qg * k[:, :, None]).sum(-1, keepdim=True) * scale for k, _ in chain]
-    weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    weights = torch.cat(scores, -1).softmax(-1, dtype=exact).to(q.dtype)
     out = torch.matmul(weights[..., :length], v0[:, :, None])
     for i, (_, v) in enumerate(chain):
         out = out + weights[..., length + i, None] * v[:, :, None]

@@ -19,10 +19,15 @@ def feature_loss_sum(feature_RH: Tensor, teacher_RH: Tensor) -> Tensor:
 
     EAGLE (arXiv 2401.15077, section 3.2): L_reg = SmoothL1(f_{i+1}, Draft(...)).
     """
-    return F.smooth_l1_loss(feature_RH.float(), teacher_RH.float(), reduction="none").mean(-1).sum()
+    return F.smooth_l1_loss(_wide(feature_RH), _wide(teacher_RH), reduction="none").mean(-1).sum()
 
 
-def soft_ce_sum(feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def soft_ce_sum(
+    feature_RH: Tensor,
+    teacher_RH: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    draft_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy of the draft's token distribution against the target's, summed over R positions (nats).
 
     EAGLE (arXiv 2401.15077, section 3.2): L_cls = CE(softmax(LMHead(f)), softmax(LMHead(f_draft))), that is
@@ -31,33 +36,43 @@ def soft_ce_sum(feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Ten
     a few hundred positions never exist together.
 
     Returns:
-        (loss sum, match_R bool): match is whether draft and target have the same argmax.
+        (loss sum, match_R bool): match is whether the draft's best token (of `draft_ids`, if given) is the target's.
     """
-    loss, match = _SoftCE.apply(feature_RH, teacher_RH, logits_of)
+    loss, match = _SoftCE.apply(feature_RH, teacher_RH, logits_of, draft_ids)
     return loss, match
+
+
+def _wide(x: Tensor) -> Tensor:
+    """fp32, or fp64 where the input has it."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _SoftCE(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Tensor], Tensor]
+        ctx: Any,
+        feature_RH: Tensor,
+        teacher_RH: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
+        draft_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         needs_grad = feature_RH.requires_grad
-        total = torch.zeros((), dtype=torch.float32, device=feature_RH.device)
+        total = _wide(feature_RH.new_zeros(()))
         grads, matches = [], []
         for feature, teacher in zip(feature_RH.split(_CHUNK_ROWS), teacher_RH.split(_CHUNK_ROWS), strict=True):
             with torch.no_grad():
                 p_logits = logits_of(teacher)
                 best = argmax_of(p_logits)
-                p = torch.softmax(p_logits.float(), -1)
+                p = torch.softmax(_wide(p_logits), -1)
             with torch.enable_grad():
                 leaf = feature.detach().requires_grad_(needs_grad)
                 q_logits = logits_of(leaf)
             with torch.no_grad():
                 q = q_logits.detach()
-                matches.append(q.gather(1, best[:, None])[:, 0] >= q.amax(-1))
-                log_q = torch.log_softmax(q.float(), -1)
-                total -= (p * log_q).sum()
+                match = q.gather(1, best[:, None])[:, 0] >= (q if draft_ids is None else q[:, draft_ids]).amax(-1)
+                matches.append(match if draft_ids is None else match & torch.isin(best, draft_ids))
+                log_q = torch.log_softmax(_wide(q), -1)
+                total = total - (p * log_q).sum()
                 if needs_grad:
                     slope = log_q.exp_().sub_(p).to(q_logits.dtype)  # d loss / d logits, since p sums to 1
                     grads.append(torch.autograd.grad(q_logits, leaf, slope)[0])
@@ -67,6 +82,6 @@ class _SoftCE(torch.autograd.Function):
         return total, match
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return (None if grad is None else grad * slopes[0].to(grad.dtype)), None, None
+        return (None if grad is None else grad * slopes[0].to(grad.dtype)), None, None, None

@@ -6,7 +6,7 @@ Shapes: B rows, N query tokens, S key slots (filled cache + N), T sequence lengt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,7 +205,16 @@ class TargetAdapter:
         Models that scale or cap their logits outside the LM head are handled by their config's own fields;
         `check_head_path` proves that this is the model's whole head path.
         """
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        return self._scaled(self.lm_head(hidden.to(self.lm_head.weight.dtype)))
+
+    def logits_of_tokens(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """`logits` for these token ids only, [..., H] to [..., len(token_ids)]; copies their rows of the LM head."""
+        weight = self.lm_head.weight.detach()[token_ids]
+        bias = getattr(self.lm_head, "bias", None)
+        bias = None if bias is None else bias.detach()[token_ids]
+        return lambda hidden: self._scaled(F.linear(hidden.to(weight.dtype), weight, bias))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere

@@ -125,7 +125,7 @@ def test_scores_of_extreme_logits() -> None:
     """Far below the best, exp is cut to spare denormal numbers; log_softmax results all the same."""
     logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(6))
     logits = logits * torch.tensor([[0.0], [0.1], [1.0], [30.0], [300.0], [3e4]])
-    score, token = _best_children(logits, 4)
+    score, token = _best_children(logits, 4, None)
     want = logits.double().log_softmax(-1).gather(1, token).float()
     torch.testing.assert_close(score, want, atol=1e-5, rtol=1e-6)
 

@@ -49,9 +49,13 @@ class HeadOptions:
     """Which draft head, and what its weights start from."""
 
     kind: str = "eagle"
+    draft_vocab: int | None = None  # propose only that many frequent tokens; null: the whole vocabulary
 
     def __post_init__(self) -> None:
         _require(bool(self.kind.strip()), "head.kind", self.kind, "the name of a registered head")
+        _require(
+            self.draft_vocab is None or self.draft_vocab > 0, "head.draft_vocab", self.draft_vocab, "positive, or null"
+        )
 
 
 @dataclass(frozen=True)

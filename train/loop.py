@@ -20,6 +20,7 @@ from heads.checkpoint import save_head
 from heads.config import HeadConfig
 from heads.registry import build_head, head_class
 from heads.target import TargetAdapter
+from heads.vocab import coverage, frequent_tokens, token_counts
 from train.batching import batch_stream, make_batch
 from train.config import RunConfig, dump_yaml
 from train.evaluate import Evaluation, evaluate
@@ -94,6 +95,7 @@ def _accelerator(config: RunConfig) -> Accelerator:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # The launcher limits OpenMP to one thread per process on a CPU; a process may have its share of the cores.
         torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local))
+        torch.set_flush_denormal(True)  # softmax tails would be computed some 50x slower than they are worth
     torch.manual_seed(config.train.seed)  # the head's initial weights
     return accelerator
 
@@ -125,9 +127,19 @@ def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], N
     train_features = build_feature_cache(target, rows.train, folder / "features_train", log)
     held_features = build_feature_cache(target, held_out, folder / f"features_held_out_{len(held_out)}", log)
     head_config = HeadConfig.derive(
-        config.head.kind, target.config, target.vocab_size, config.target.path, config.target.revision
+        config.head.kind,
+        target.config,
+        target.vocab_size,
+        config.target.path,
+        config.target.revision,
+        config.head.draft_vocab,
     )
     head = build_head(head_config).to(device)
+    if config.head.draft_vocab is not None:
+        counts = token_counts([row.input_ids[a:b] for row in rows.train for a, b in row.spans], target.vocab_size)
+        head.draft_token_ids.copy_(frequent_tokens(counts, config.head.draft_vocab))
+        share = coverage(counts, head.draft_token_ids.cpu())
+        log(f"head: draft vocabulary of {config.head.draft_vocab} tokens, {share:.2%} of the training answers' tokens")
     head.bind(target)
     log(
         f"head: {config.head.kind}, {trainable_parameters(head):,} trainable parameters; "

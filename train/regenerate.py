@@ -231,6 +231,7 @@ _counter: Any = None
 def _start_worker(target: TargetConfig, data: DataConfig, device: str, counter: Any) -> None:
     global _worker, _counter
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     _counter = counter
     adapter, tokenizer = load_target(target, device)
     _worker = Answerer(adapter, tokenizer, data)

@@ -1,0 +1,151 @@
+"""Training's view of the EAGLE head against independent forwards, and against what decoding does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from heads.base import HeadBatch, LossSpec, TreePolicy
+from heads.eagle import EagleHead
+from infer.baseline import decode_plain
+from infer.engine import decode_speculative
+from infer.stopping import StopRule
+from tests.tiny import prompt_ids, tiny_head, tiny_target
+from train.batching import make_batch
+from train.conversations import TokenRow
+
+
+def _batch(target: Any, lengths: list[int], steps: int, dtype: torch.dtype) -> HeadBatch:
+    generator = torch.Generator().manual_seed(5)
+    rows, features = [], []
+    for number, length in enumerate(lengths):
+        rows.append(TokenRow(str(number), tuple(prompt_ids(length, number)), ((2, length),), "t"))
+        features.append(torch.randn(length, target.hidden_size, generator=generator, dtype=dtype))
+    return make_batch(rows, features, steps)
+
+
+def _library_layer(head: Any) -> tuple[Any, Any]:
+    """transformers' own Llama layer with the head's weights and no norm before attention."""
+    c = head.config
+    config = LlamaConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_parameters=dict(c.rope_parameters),
+    )
+    config._attn_implementation = "eager"
+    layer: Any = LlamaDecoderLayer(config, 0).double()
+    result = layer.load_state_dict(head.layer.state_dict(), strict=False)
+    assert result.missing_keys == ["input_layernorm.weight"] and not result.unexpected_keys
+    layer.input_layernorm = torch.nn.Identity()
+    return layer, LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_unroll_equals_a_chain_drafted_from_every_root(name: str) -> None:
+    """Oracle: for each root alone, a growing causal sequence [true inputs up to the root, own drafts]."""
+    target = tiny_target(name)
+    target.model.double()
+    head = tiny_head(target).double()
+    assert isinstance(head, EagleHead)
+    layer, rope = _library_layer(head)
+    steps, lengths = 4, [9, 6]
+    batch = _batch(target, lengths, steps, torch.float64)
+    with torch.no_grad():
+        unrolled = list(head.unroll(batch))
+        for row, length in enumerate(lengths):
+            for root in range(length - steps - 1):
+                inputs = head.fuse(batch.token_KBT[0, row, : root + 1], batch.feature_BTH[row, : root + 1])
+                for k in range(steps):
+                    size = inputs.shape[0]
+                    mask = torch.full((size, size), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+                    position = rope(inputs[None], torch.arange(size)[None])
+                    out = layer(inputs[None], attention_mask=mask, position_embeddings=position)[0, -1]
+                    # fp64, but the library's norms round to fp32 inside, and the chain amplifies that
+                    torch.testing.assert_close(unrolled[k][row, root], out, rtol=1e-3, atol=1e-4)
+                    token = batch.token_KBT[min(k + 1, steps - 1), row, root]
+                    inputs = torch.cat([inputs, head.fuse(token[None], out[None])])
+
+
+def test_padding_changes_nothing() -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    spec = LossSpec(1.0, 0.1, 0.8)
+    both = head(_batch(target, [12, 7], 3, torch.float32), spec, measure=True)
+    generator_rows = _batch(target, [12, 7], 3, torch.float32)
+    alone = []
+    for row, length in enumerate([12, 7]):
+        cut = HeadBatch(
+            generator_rows.feature_BTH[row : row + 1, :length],
+            generator_rows.token_KBT[:, row : row + 1, :length],
+            tuple(t[row : row + 1, :length] for t in generator_rows.teacher),
+            generator_rows.weight_KBT[:, row : row + 1, :length],
+            generator_rows.valid_BT[row : row + 1, :length],
+        )
+        alone.append(head(cut, spec, measure=True))
+    torch.testing.assert_close(both.loss_sum, alone[0].loss_sum + alone[1].loss_sum)
+    for name, value in both.counts.items():
+        torch.testing.assert_close(value, alone[0].counts[name] + alone[1].counts[name])
+
+
+def test_only_the_head_is_trained_and_saved() -> None:
+    target = tiny_target("llama_tied")
+    head = tiny_head(target)
+    head(_batch(target, [10], 2, torch.float32), LossSpec(1.0, 0.1, 0.8)).loss_sum.backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in head.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
+    assert not any("embed" in name or "lm_head" in name for name in head.state_dict())
+
+
+def test_prefix_counts_are_products_along_the_root() -> None:
+    """A teacher that equals the head's own output at some steps only: the counts are known."""
+    target = tiny_target("llama")
+    head: Any = tiny_head(target)
+    batch = _batch(target, [14], 3, torch.float32)
+    with torch.no_grad():
+        outputs = list(head.unroll(batch))
+    teacher = [out.clone() for out in outputs]
+    teacher[1][:, ::2] *= -1.0  # step 1 disagrees at even roots
+    batch = dataclasses.replace(batch, teacher=tuple(teacher))
+    counts = head(batch, LossSpec(1.0, 1.0, 1.0), measure=True).counts
+    roots = [batch.weight_KBT[k][0].nonzero()[:, 0].tolist() for k in range(3)]
+    odd = [[p for p in r if p % 2] for r in roots]
+    assert int(counts["prefix/0"]) == len(roots[0])
+    assert int(counts["prefix/1"]) == len(odd[1]) == int(counts["match/1"])
+    assert int(counts["prefix/2"]) == len(odd[2]) < len(roots[2]) == int(counts["match/2"])
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_overfitted_conversation_is_accepted_nearly_whole(unroll: int) -> None:
+    """Trained on one conversation, the head must reach near the maximal accept length when decoding it.
+
+    This fails for any shift error between batching, head and engine, which equality with plain decoding hides.
+    """
+    target = tiny_target("llama")
+    prompt = prompt_ids(8)
+    stop = StopRule(frozenset(), 41)
+    answer, _ = decode_plain(target, prompt, stop)
+    assert len(set(answer)) > 15
+    ids = prompt + answer
+    row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
+    hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
+    batch = make_batch([row], [hidden[0]], unroll)
+    head = tiny_head(target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(250):
+        optimizer.zero_grad()
+        out = head(batch, LossSpec(1.0, 1.0, 0.8))
+        (out.loss_sum / out.weight_sum).backward()
+        optimizer.step()
+    again, stats = decode_speculative(target, head, prompt, TreePolicy(width=1, depth=4, total=5), stop)
+    assert again == answer
+    # 40 tokens after the prefill's: 8 rounds of 5 at best
+    assert stats.tau is not None and stats.tau > 4.4, stats.accepted_per_round
