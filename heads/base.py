@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.config import HeadConfig
+from heads.losses import best_token
 from heads.target import TargetAdapter
 from heads.tree import DraftTree
 
@@ -144,6 +145,11 @@ class DraftHead(nn.Module, ABC):
     def target(self) -> TargetAdapter:
         assert self._bound, "bind(target) comes first"
         return self._bound[0]
+
+    def best_draft(self, feature_RH: Tensor) -> Tensor:
+        """Target id of the draft's first proposal per position, [R]."""
+        best = best_token(feature_RH, self.draft_logits)
+        return best if self.draft_ids is None else self.draft_ids[best]
 
     @abstractmethod
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:

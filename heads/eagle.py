@@ -21,7 +21,7 @@ from heads.base import DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePo
 from heads.config import HeadConfig
 from heads.growing import grow_tree
 from heads.layers import DecoderLayer, attend, attend_unrolled, rotary
-from heads.losses import feature_loss_sum, soft_ce_sum
+from heads.losses import best_token, feature_loss_sum, soft_ce_sum
 from heads.tree import DraftTree, additive_mask
 
 
@@ -88,9 +88,10 @@ class EagleHead(DraftHead):
             weight = batch.weight_KBT[k]
             mine, theirs = feature[weight], batch.teacher[k][weight]
             feature_sum = feature_loss_sum(mine, theirs)
-            token_sum, match = soft_ce_sum(mine, theirs, self.target.logits, self.draft_ids)
+            token_sum = soft_ce_sum(mine, theirs, self.draft_logits)
             total = total + loss.step_decay**k * (loss.feature_weight * feature_sum + loss.token_weight * token_sum)
             if measure:
+                match = self.best_draft(mine) == best_token(theirs, self.target.logits)
                 hit = torch.zeros_like(weight)
                 hit[weight] = match
                 prefix = prefix & hit

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import sdpa_mask
 
 from heads.cache import SlotCache
 from heads.embedded import resolve_target
@@ -50,6 +51,7 @@ def _gqa_sdpa(
 
 
 AttentionInterface.register(_GQA_SDPA, _gqa_sdpa)
+AttentionMaskInterface.register(_GQA_SDPA, sdpa_mask)  # for calls with a 2-D padding mask, as `generate` makes
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class TargetAdapter:
     def _avoid_repeated_keys(self) -> None:
         heads = getattr(self.config, "num_attention_heads", 1)
         grouped = getattr(self.config, "num_key_value_heads", heads) != heads
-        if grouped and self.config._attn_implementation == "sdpa" and self.device.type == "cpu":
+        capped = getattr(self.config, "attn_logit_softcapping", None) is not None
+        if grouped and not capped and self.config._attn_implementation == "sdpa" and self.device.type == "cpu":
             self.model.set_attn_implementation(_GQA_SDPA)
 
     def _store_hidden(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -6,6 +6,7 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 config=configs/eagle_quickstart.yaml
 run=runs/quickstart # train.output_dir of that config
+prompts=runs/quickstart_data/held_out_prompts.jsonl # in its data.work_dir
 
 number=0
 stage() {
@@ -32,7 +33,7 @@ stage "decoding with the head and without it"
 if [[ $run/eval.json -nt $run/best/model.safetensors ]]; then
   echo "measured before, with these weights: see $run/eval.json, or delete it to measure again"
 else
-  python infer/generate.py --head "$run/best" --eval "$run/prompts_held_out.jsonl" --limit 16 \
+  python infer/generate.py --head "$run/best" --eval "$prompts" --limit 16 \
     --max-new-tokens 128 --json "$run/eval.json"
 fi
 printf '\n=== finished (%d:%02d since the start)\n' $((SECONDS / 60)) $((SECONDS % 60))

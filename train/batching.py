@@ -34,6 +34,11 @@ def supervised_mask(row: TokenRow, steps: int) -> Tensor:
     return torch.stack([(first > 0) & (first == turn[2 + k : 2 + k + length]) for k in range(steps)])
 
 
+def padded_width(length: int, multiple: int = 32) -> int:
+    """Rows are padded to a few widths only: a CPU's matrix kernels are built anew for every new shape."""
+    return -(-length // multiple) * multiple
+
+
 def make_batch(
     rows: Sequence[TokenRow],
     features: Sequence[Tensor],
@@ -51,7 +56,7 @@ def make_batch(
         noise: half-width of the uniform noise added to the input features (EAGLE, section 4.1: U(-0.1, 0.1)).
         dtype: of the features in the batch; default: as stored.
     """
-    width = max(len(row.input_ids) for row in rows)
+    width = padded_width(max(len(row.input_ids) for row in rows))
     batch, hidden = len(rows), features[0].shape[-1]
     # `steps` spare positions behind the end, so that every shifted view has the same length
     ids = torch.zeros(batch, width + steps + 1, dtype=torch.long)

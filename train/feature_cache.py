@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.target import TargetAdapter
+from train.batching import padded_width
 from train.conversations import TokenRow
 
 _MANIFEST = "manifest.json"
@@ -126,7 +127,7 @@ def build_feature_cache(
 
 
 def _features(target: TargetAdapter, rows: Sequence[TokenRow]) -> list[Tensor]:
-    width = max(len(row.input_ids) for row in rows)
+    width = padded_width(max(len(row.input_ids) for row in rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     valid = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):

@@ -1,0 +1,240 @@
+"""Training end to end on a tiny target: real files, real entry, one real launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads.checkpoint import load_head
+from infer.baseline import decode_plain
+from infer.engine import decode_speculative
+from infer.stopping import StopRule
+from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
+from train import loop
+from train.config import RunConfig, from_dict
+from train.eagle import main
+from train.resume import read_progress
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with tokenizer, conversations, and a config."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(24):
+        letters = torch.randint(97, 123, (40,), generator=generator).tolist()
+        text = "".join(map(chr, letters))
+        turns = [{"role": "user", "content": f"{i} {text[:9]}"}, {"role": "assistant", "content": text}]
+        rows.append({"messages": turns})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def _config(place: Path, out: Path, **train: Any) -> dict[str, Any]:
+    return {
+        "target": {"path": str(place / "target"), "device": "cpu"},
+        "head": {"draft_vocab": 256},
+        "data": {"path": str(place / "rows.jsonl"), "work_dir": str(out / "data"), "held_out": 0.2},
+        "loss": {"token_weight": 1.0},
+        "optim": {"lr": 0.003},
+        "train": {
+            "output_dir": str(out / "run"),
+            "max_steps": 12,
+            "tokens_per_batch": 256,
+            "mixed_precision": "no",
+            "log_every": 2,
+            "eval_every": 4,
+            "save_every": 4,
+            "threads": 1,
+            **train,
+        },
+        "eval": {"depth": 3},
+    }
+
+
+def _run(config: dict[str, Any], out: Path, *extra: str) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "config.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return main(["--config", str(path), *extra])
+
+
+def _metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(_config(place, tmp_path), tmp_path) == 0
+    best = tmp_path / "run/best"
+    assert {p.name for p in best.iterdir()} == {"config.json", "model.safetensors", "run.yaml", "provenance.json"}
+    tensors = load_file(best / "model.safetensors")
+    assert not any("embed" in name or "lm_head" in name for name in tensors)
+    assert tensors["draft_token_ids"].dtype == torch.int64 and len(tensors["draft_token_ids"].unique()) == 256
+    record = json.loads((best / "provenance.json").read_text())
+    assert record["step"] in (4, 8, 12) and record["evaluation"]["roots"] > 0 and record["packages"]["torch"]
+    lines = _metrics(tmp_path)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert [line["step"] for line in lines if "eval/accept_length" in line] == [4, 8, 12]
+    target = tiny_target("llama")
+    head = load_head(best)
+    prompt = tiny_tokenizer()("<|user|>1 abc<|end|><|assistant|>")["input_ids"]
+    stop = StopRule(frozenset(), 20)
+    policy = loop_policy()
+    assert decode_speculative(target, head, prompt, policy, stop)[0] == decode_plain(target, prompt, stop)[0]
+    drafted = head.draft_token_ids.tolist()
+    assert len(drafted) == 256
+    # once more: nothing to do, nothing changed
+    before = (best / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert _run(_config(place, tmp_path), tmp_path) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert (best / "model.safetensors").read_bytes() == before
+
+
+def loop_policy() -> Any:
+    from heads.base import TreePolicy
+
+    return TreePolicy(width=3, depth=3, total=8)
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert _run(_config(place, whole), whole) == 0
+    real = loop._step
+
+    def dies(session: Any, micro: Any, step: int, lr: float) -> Any:
+        if step == 7:
+            raise KeyboardInterrupt
+        return real(session, micro, step, lr)
+
+    monkeypatch.setattr(loop, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        _run(_config(place, cut), cut)
+    assert read_progress(cut / "run/checkpoints").step == 4  # type: ignore[union-attr]
+    monkeypatch.setattr(loop, "_step", real)
+    assert _run(_config(place, cut), cut) == 0
+    names = ["model.safetensors"]
+    for name in names:
+        a = load_file(whole / "run/checkpoints/step-00000012" / name)
+        b = load_file(cut / "run/checkpoints/step-00000012" / name)
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    steps = [line["step"] for line in _metrics(cut) if "loss" in line]
+    assert steps == [2, 4, 6, 8, 10, 12]
+
+
+def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
+    """The loss is divided by the global number of supervised roots, so only rounding differs."""
+    weights = []
+    for name, micro in (("one", [[0, 1, 2, 3]]), ("two", [[0, 1], [2, 3]]), ("four", [[0], [1], [2], [3]])):
+        data = _config(place, tmp_path / name)
+        data["loss"]["noise"] = 0.0
+        config = from_dict(RunConfig, data)
+        session = loop._prepare(config, loop._accelerator(config), lambda text: None)
+        loss, weight, _, norm = loop._step(session, micro, 0, 1e-3)
+        weights.append((loss, weight, norm, [p.detach().clone() for p in session.bare_head.parameters()]))
+    for other in weights[1:]:
+        assert other[1] == weights[0][1]
+        assert other[0] == pytest.approx(weights[0][0], rel=1e-5)
+        assert other[2] == pytest.approx(weights[0][2], rel=1e-4)
+        # Adam's first step is lr * sign(gradient) where the gradient is not tiny: compare up to rounding there
+        for a, b in zip(weights[0][3], other[3], strict=True):
+            assert (a - b).abs().mean() < 1e-5
+
+
+def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
+    config = from_dict(RunConfig, _config(place, tmp_path))
+    session = loop._prepare(config, loop._accelerator(config), lambda text: None)
+    session.head.train()
+    from train.evaluate import evaluate
+
+    result = evaluate(
+        session.head, session.rows.held_out, session.held_features, 3, 256, session.accelerator, torch.float32
+    )
+    assert session.head.training
+    assert 1.0 <= result.accept_length <= 4.0 and len(result.accuracy) == len(result.conditional) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head": {"kind": "eagel"}}, "eagel"),
+        ({"head": {"draft_vocab": 5000}}, "head.draft_vocab"),
+        ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
+        ({"target": {"path": "no/such/model"}}, "no/such/model"),
+    ],
+)
+def test_errors_are_one_line(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    data = _config(place, tmp_path)
+    for section, values in change.items():
+        data[section] |= values
+    assert _run(data, tmp_path) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and words in error
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_data_set_without_answers_stops_before_training(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    data = _config(place, tmp_path)
+    data["data"]["path"] = str(prompts)
+    assert _run(data, tmp_path) == 1
+    assert "data.answers" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_settings_do_not_overwrite_a_run(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(_config(place, tmp_path), tmp_path) == 0
+    before = (tmp_path / "run/best/model.safetensors").read_bytes()
+    assert _run(_config(place, tmp_path), tmp_path, "--set", "loss.noise=0.3") == 1
+    assert "loss.noise" in capsys.readouterr().err
+    assert _run(_config(place, tmp_path), tmp_path, "--set", "data.max_length=50") == 1
+    assert "data.max_length" in capsys.readouterr().err
+    assert _run(_config(place, tmp_path, resume="never"), tmp_path) == 1
+    assert (tmp_path / "run/best/model.safetensors").read_bytes() == before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    assert _run(_config(place, tmp_path / "x", output_dir=str(foreign)), tmp_path / "x") == 1
+    assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_feature_shard_is_named(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(_config(place, tmp_path), tmp_path) == 0
+    shard = tmp_path / "data/features_train/shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert _run(_config(place, tmp_path, max_steps=14), tmp_path) == 1
+    assert "shard-00000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", [["-m", "accelerate.commands.launch", "--num_processes", "1"], []])
+def test_real_launcher(place: Path, tmp_path: Path, launcher: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(json.dumps(_config(place, tmp_path, max_steps=4)))
+    command = [sys.executable, *launcher, str(ROOT / "train/eagle.py"), "--config", str(tmp_path / "config.yaml")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert (tmp_path / "run/best/model.safetensors").is_file()
+    assert "left" in run.stdout and "tokens/s" in run.stdout
