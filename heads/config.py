@@ -27,6 +27,7 @@ class HeadConfig:
     max_position_embeddings: int
     hidden_act: str = "silu"
     draft_vocab_size: int | None = None  # proposals are limited to that many frequent tokens
+    embedding_scale: float = 1.0  # embeddings are multiplied by this before they meet the features
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -38,6 +39,7 @@ class HeadConfig:
         target: str,
         revision: str | None = None,
         draft_vocab_size: int | None = None,
+        embedding_scale: float = 1.0,
     ) -> HeadConfig:
         """From a transformers (text) config. Absolute-position targets such as GPT-2 get default RoPE in the head."""
         heads = config.num_attention_heads
@@ -59,6 +61,7 @@ class HeadConfig:
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
             max_position_embeddings=config.max_position_embeddings,
             draft_vocab_size=draft_vocab_size,
+            embedding_scale=embedding_scale,
         )
 
     def to_dict(self) -> dict[str, Any]:

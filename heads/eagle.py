@@ -46,9 +46,6 @@ class EagleHead(DraftHead):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        with torch.no_grad():
-            # Start as "the next feature is this one": residual blocks begin small, so training starts near that.
-            self.fc.weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
 
     @property
     def layer(self) -> DecoderLayer:
@@ -106,7 +103,7 @@ class EagleHead(DraftHead):
 
     def fuse(self, token: Tensor, feature: Tensor) -> Tensor:
         """fc([embedding of the next token, feature]): [.., H]."""
-        embedding = self.target.embedding(token).to(feature.dtype)
+        embedding = self.target.embedding(token).to(feature.dtype) * self.config.embedding_scale
         return self.fc(torch.cat([embedding, feature], -1))
 
     # ---- decoding ------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], N
         config.target.path,
         config.target.revision,
         config.head.draft_vocab,
+        _embedding_scale(target, train_features),
     )
     head = build_head(head_config).to(device)
     if config.head.draft_vocab is not None:
@@ -150,6 +151,17 @@ def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], N
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     return Session(config, accelerator, target, wrapped, optimizer, rows, train_features, held_features, dtype, log)
+
+
+def _embedding_scale(target: TargetAdapter, features: FeatureCache) -> float:
+    """Brings the embeddings to the features' root mean square (two digits).
+
+    A target with tied embeddings can have them 10 times smaller than its features; the head's first layer would
+    then learn which token was sampled that much slower than all the rest.
+    """
+    feature = torch.cat([features[i] for i in range(min(8, len(features)))]).float()
+    embedding = target.embedding.weight.float()
+    return float(f"{float((feature.square().mean() / embedding.square().mean()).sqrt()):.2g}")
 
 
 def _run(session: Session, progress: Progress, out: Path) -> None:
