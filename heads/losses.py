@@ -31,7 +31,7 @@ def soft_ce_sum(feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Ten
     gradient with respect to the features is made in the forward pass, chunk by chunk, so logits of the whole batch
     never exist together. With a reduced draft vocabulary V is that one, and p is normalised over it, as in EAGLE-3.
     """
-    return _SoftCE.apply(feature_RH, teacher_RH, logits_of)  # type: ignore[no-any-return, no-untyped-call]
+    return _SoftCE.apply(feature_RH, teacher_RH, logits_of)
 
 
 def best_token(feature_RH: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -59,9 +59,7 @@ def _chunks(x_RH: Tensor, rows: int) -> list[Tensor]:
 
 class _SoftCE(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, feature_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         needs_grad = feature_RH.requires_grad
         total = _wide(feature_RH.new_zeros(()))
         grads = []

@@ -111,9 +111,7 @@ def loop_policy() -> Any:
     return TreePolicy(width=3, depth=3, total=8)
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_to_the_same_weights(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert _run(_config(place, whole), whole) == 0
     real = loop._step
@@ -203,9 +201,7 @@ def test_a_data_set_without_answers_stops_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_other_settings_do_not_overwrite_a_run(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_settings_do_not_overwrite_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(_config(place, tmp_path), tmp_path) == 0
     before = (tmp_path / "run/best/model.safetensors").read_bytes()
     assert _run(_config(place, tmp_path), tmp_path, "--set", "loss.noise=0.3") == 1

@@ -11,9 +11,10 @@ import torch
 from infer.baseline import decode_plain
 from infer.stopping import StopRule
 from tests.tiny import VOCAB, library_greedy, tiny_model, tiny_target, tiny_tokenizer
+from train.answering import Answerer, Wave, is_degenerate, template_parts
 from train.config import DataConfig, TargetConfig
 from train.conversations import Conversation
-from train.regenerate import Answerer, Wave, is_degenerate, make_rows, template_parts
+from train.regenerate import make_rows
 
 
 def _prompt(name: str, *texts: str) -> Conversation:

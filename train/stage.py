@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from train.answering import template_parts
 from train.chat_mask import describe_row, encode_all, end_of_turn_ids
 from train.config import RunConfig
 from train.conversations import (
@@ -27,7 +28,7 @@ from train.conversations import (
     split_rows,
     write_rows,
 )
-from train.regenerate import load_tokenizer, make_rows, template_parts
+from train.regenerate import load_tokenizer, make_rows
 
 _TRAIN, _HELD_OUT, _PROMPTS, _STAGE = "rows_train.jsonl", "rows_held_out.jsonl", "held_out_prompts.jsonl", "stage.json"
 
