@@ -43,9 +43,9 @@ class LossSpec:
 class HeadBatch:
     """A training batch, every shift already made (`train/batching.py` draws the rows).
 
-    feature_BTH: input feature of root p. token_KBT[k]: the token that step k reads. teacher[k], [B, T, H]: the
-    target's feature where step k's prediction is checked. weight_KBT[k]: bool, supervised. valid_BT: not padding.
-    noise_BTH: added to the input features, or None.
+    feature_BTH: input feature of root p (with taps, those columns too). token_KBT[k]: the token that step k reads.
+    teacher[k], [B, T, H]: the target's feature where step k's prediction is checked. weight_KBT[k]: bool, supervised.
+    valid_BT: not padding. noise_BTH: added to the input features, or None.
     """
 
     feature_BTH: Tensor

@@ -97,4 +97,5 @@ def load_head(
         raise ValueError(f"--head: {path} cannot be read: {error}") from error
     except RuntimeError as error:
         raise ValueError(f"--head: {path} does not fit its {CONFIG}: {error}") from error
-    return head.to(device=device, dtype=dtype or next(iter(tensors.values())).dtype).eval()
+    stored = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    return head.to(device=device, dtype=dtype or stored).eval()

@@ -3,10 +3,11 @@
 At index p the head reads the feature of token p (after the target's final norm) and the embedding of token p + 1,
 and predicts the feature of token p + 1, whose logits (the target's own LM head) propose token p + 2:
 
-    x = fc([embedding, feature]);  g = layer(x);  q(.) = softmax(LMHead(g))
+    x = fc([c * embedding, feature]);  g = layer(x);  q(.) = softmax(LMHead(g))
 
 Drafting goes on with g in place of the next feature. Parameters and their names are the published format's: `fc`
-without bias, input order [embedding, feature], `layers.0` without input norm, no final norm.
+without bias, input order [embedding, feature], `layers.0` without input norm, no final norm. The constant c
+(`embedding_scale`) is ours; multiplied into the left half of `fc` it gives the published form.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class EagleHead(DraftHead):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+        with torch.no_grad():
+            # Let the feature through from the start, but faintly: at full strength the head begins by repeating the
+            # current token's distribution with great confidence, and without it, it first learns a bigram model.
+            self.fc.weight[:, config.hidden_size :] += 0.3 * torch.eye(config.hidden_size)
 
     @property
     def layer(self) -> DecoderLayer:
@@ -76,6 +81,7 @@ class EagleHead(DraftHead):
                 attended = attend_unrolled(q, *true_kv, chain, mask)
             feature = self.layer.finish(x, attended)
             yield feature
+            feature = feature.detach()  # as in HASS (arXiv 2408.15766): no gradient through the chain of drafts
 
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
         total = torch.zeros((), device=batch.feature_BTH.device)
@@ -85,14 +91,16 @@ class EagleHead(DraftHead):
             weight = batch.weight_KBT[k]
             mine, theirs = feature[weight], batch.teacher[k][weight]
             feature_sum = feature_loss_sum(mine, theirs)
-            token_sum = soft_ce_sum(mine, theirs, self.draft_logits)
+            token_sum = soft_ce_sum(mine, theirs, self.draft_logits) if loss.token_weight else total.new_zeros(())
             total = total + loss.step_decay**k * (loss.feature_weight * feature_sum + loss.token_weight * token_sum)
             if measure:
                 match = self.best_draft(mine) == best_token(theirs, self.target.logits)
                 hit = torch.zeros_like(weight)
                 hit[weight] = match
+                tried = (prefix & weight).sum()
                 prefix = prefix & hit
                 counts |= {
+                    f"tried/{k}": tried,
                     f"feature_loss/{k}": feature_sum.detach(),
                     f"token_loss/{k}": token_sum.detach(),
                     f"positions/{k}": weight.sum(),

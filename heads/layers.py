@@ -6,6 +6,8 @@ Split into `qkv`, `attend` and `finish`, because training unrolls and tree draft
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,9 +105,24 @@ def attend_unrolled(q: Tensor, k0: Tensor, v0: Tensor, chain: list[tuple[Tensor,
     return out.reshape(batch, heads, length, dim)
 
 
-def rotary(config: HeadConfig) -> LlamaRotaryEmbedding:
-    """transformers' own rotary embedding with the target's RoPE settings: call it with (x, positions)."""
-    return LlamaRotaryEmbedding(
+class Rotary(LlamaRotaryEmbedding):
+    """transformers' own rotary embedding, whose frequencies stay fp32 when the head is cast.
+
+    Rounded to bf16 they would turn positions a few hundred tokens apart by a good part of a radian.
+    """
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            self._buffers[name] = buffer.to(moved.device if moved is not None else buffer.device)
+        return self
+
+
+def rotary(config: HeadConfig) -> Rotary:
+    """With the target's RoPE settings: call it with (x, positions)."""
+    return Rotary(
         LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,

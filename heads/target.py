@@ -86,13 +86,12 @@ class TargetAdapter:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self._hidden: Tensor | None = None
         self._taps: dict[int, Tensor] = {}
-        self.tap_layers = tuple(taps)
+        self.tap_layers: tuple[int, ...] = ()
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
         model.base_model.register_forward_hook(self._store_hidden)
-        for k in taps:
-            _layer(model, k).register_forward_hook(self._store_tap(k))
+        self.tap(taps)
         self._avoid_repeated_keys()
 
     @classmethod
@@ -127,6 +126,13 @@ class TargetAdapter:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
         return cls(model, taps, name=path, revision=revision)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Reads these layers' outputs with every pass from now on, besides those read already."""
+        for k in layers:
+            if k not in self.tap_layers:
+                _layer(self.model, k).register_forward_hook(self._store_tap(k))
+                self.tap_layers = (*self.tap_layers, k)
 
     def _avoid_repeated_keys(self) -> None:
         heads = getattr(self.config, "num_attention_heads", 1)
@@ -201,6 +207,11 @@ class TargetAdapter:
         self.model.base_model(input_ids=ids_BT, position_ids=positions, attention_mask=mask, use_cache=False)
         assert self._hidden is not None, "the base model's hook did not run"
         return self._hidden
+
+    def features(self, ids_BT: Tensor, valid_BT: Tensor, taps: Sequence[int] = ()) -> Tensor:
+        """`hidden_states`, then the outputs of these (tapped) layers: [B, T, H * (1 + len(taps))]."""
+        hidden = self.hidden_states(ids_BT, valid_BT)
+        return torch.cat([hidden, *(self._taps[k] for k in taps)], -1) if taps else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [..., V] of hidden states after the final norm [..., H].

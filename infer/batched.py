@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.cache import SlotCache
 from heads.target import TargetAdapter
-from heads.topk import top_k_of
+from heads.topk import argmax_of, top_k_of
 from heads.tree import additive_mask
 
 _PREFILL_TOKENS = 2048  # padded prompt tokens per prefill pass: activations stay near the core's cache
@@ -25,13 +25,13 @@ _PREFILL_TOKENS = 2048  # padded prompt tokens per prefill pass: activations sta
 
 def sample_rows(logits_BV: Tensor, temperature_B: Tensor, top_k: int, generator: torch.Generator) -> Tensor:
     """One token per row, [B] int64: argmax where the temperature is 0, else Gumbel-max over the row's top k."""
-    values, indices = top_k_of(logits_BV, top_k)
+    values, indices = top_k_of(logits_BV, min(top_k, logits_BV.shape[-1]))
     uniform = torch.rand(values.shape, generator=generator).clamp_min_(1e-20).to(values.device)
     gumbel = -torch.log(-torch.log(uniform))
     greedy = temperature_B == 0
     scores = values.float() / temperature_B.masked_fill(greedy, 1.0)[:, None] + gumbel
-    choice = torch.where(greedy, values.float().argmax(-1), scores.argmax(-1))
-    return indices.gather(1, choice[:, None])[:, 0]
+    drawn = indices.gather(1, scores.argmax(-1)[:, None])[:, 0]
+    return torch.where(greedy, argmax_of(logits_BV), drawn) if bool(greedy.any()) else drawn
 
 
 @torch.inference_mode()

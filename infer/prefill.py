@@ -34,21 +34,24 @@ def check_request(target: TargetAdapter, prompt_ids: Sequence[int], stop: StopRu
             "the tokenizer is not the one of this target"
         )
     wanted = len(prompt_ids) + stop.max_new_tokens
+    check_length(target, wanted, f"{len(prompt_ids)} prompt tokens + --max-new-tokens {stop.max_new_tokens}")
+
+
+def check_length(target: TargetAdapter, tokens: int, what: str) -> None:
+    """Refuses rows that the target cannot represent, or that full-attention masks would get wrong.
+
+    Raises:
+        ValueError: more tokens than the model has positions, or than its sliding window holds; `what` names them.
+    """
     limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and wanted > limit:
-        raise ValueError(
-            f"{len(prompt_ids)} prompt tokens + max_new_tokens {stop.max_new_tokens} = {wanted}, but the "
-            "target has "
-            f"{limit} positions; shorten the prompt or lower --max-new-tokens"
-        )
+    if limit is not None and tokens > limit:
+        raise ValueError(f"{what} = {tokens} tokens, but the target has {limit} positions; lower that")
     window = _sliding_window(target)
-    if window is not None and wanted > window:
+    if window is not None and tokens > window:
         # Masks here are full attention: beyond the window they would differ from the model's own, silently.
         raise ValueError(
-            f"{len(prompt_ids)} prompt tokens + max_new_tokens {stop.max_new_tokens} = {wanted}, beyond the "
-            "target's "
-            f"sliding window of {window} tokens, which is not supported; shorten the prompt or lower "
-            "--max-new-tokens"
+            f"{what} = {tokens} tokens, beyond the target's sliding window of {window} tokens, which is not "
+            "supported; lower that"
         )
 
 

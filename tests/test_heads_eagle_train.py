@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from heads.base import HeadBatch, LossSpec, TreePolicy
+from heads.base import HeadBatch, LossSpec, Needs, TreePolicy
 from heads.eagle import EagleHead
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
@@ -26,7 +26,7 @@ def _batch(target: Any, lengths: list[int], steps: int, dtype: torch.dtype) -> H
     for number, length in enumerate(lengths):
         rows.append(TokenRow(str(number), tuple(prompt_ids(length, number)), ((2, length),), "t"))
         features.append(torch.randn(length, target.hidden_size, generator=generator, dtype=dtype))
-    return make_batch(rows, features, steps)
+    return make_batch(rows, features, steps, Needs())
 
 
 def _library_layer(head: Any) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def test_overfitted_conversation_is_accepted_nearly_whole(unroll: int) -> None:
     ids = prompt + answer
     row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
     hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
-    batch = make_batch([row], [hidden[0]], unroll)
+    batch = make_batch([row], [hidden[0]], unroll, Needs())
     head = tiny_head(target)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(250):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train.batching import batch_stream, make_batch, plan_batches, supervised_mask
+from heads.base import Needs
+from train.batching import batch_stream, make_batch, padded_width, plan_batches, supervised_mask
 from train.conversations import TokenRow
 
 
@@ -34,13 +35,13 @@ def test_every_index_of_a_batch(steps: int) -> None:
     """Integer-coded features: feature p of row i is the number 100 i + p, token p is 100 i + p."""
     rows = [TokenRow(f"{i}", tuple(100 * i + p for p in range(n)), ((2, n),), "t") for i, n in ((0, 7), (1, 5))]
     features = [torch.tensor(row.input_ids, dtype=torch.float32)[:, None].repeat(1, 3) for row in rows]
-    batch = make_batch(rows, features, steps)
+    batch = make_batch(rows, features, steps, Needs())
     assert batch.steps == steps
     for i, row in enumerate(rows):
         length = len(row.input_ids)
-        assert batch.valid_BT[i].tolist() == [p < length for p in range(7)]
+        assert batch.valid_BT[i].tolist() == [p < length for p in range(32)]
         for k in range(steps):
-            for p in range(7):
+            for p in range(32):
                 supervised = bool(batch.weight_KBT[k, i, p])
                 assert supervised == (p >= 1 and p + 2 + k < length)
                 if supervised:
@@ -54,7 +55,7 @@ def test_noise_is_uniform_and_seeded() -> None:
     feature = [torch.zeros(200, 50)]
 
     def noise(seed: int) -> torch.Tensor:
-        batch = make_batch([row], feature, 1, noise=0.1, generator=torch.Generator().manual_seed(seed))
+        batch = make_batch([row], feature, 1, Needs(), noise=0.1, generator=torch.Generator().manual_seed(seed))
         assert batch.noise_BTH is not None
         return batch.noise_BTH
 
@@ -63,18 +64,18 @@ def test_noise_is_uniform_and_seeded() -> None:
     assert values.abs().max() <= 0.1 and values.abs().max() > 0.099
     # the mean of 10,000 uniforms has standard deviation 0.00058: six of them, false failure below 1e-8
     assert values.mean().abs() < 0.0035
-    assert make_batch([row], feature, 1).noise_BTH is None
+    assert make_batch([row], feature, 1, Needs()).noise_BTH is None
 
 
 def test_plan_covers_every_row_once_within_the_limit() -> None:
     lengths = [5 + (7 * i) % 90 for i in range(200)]
     batches = plan_batches(lengths, 256, seed=3, epoch=1)
     assert sorted(i for batch in batches for i in batch) == list(range(200))
-    assert all(len(b) * max(lengths[i] for i in b) <= 256 or len(b) == 1 for b in batches)
+    assert all(len(b) * padded_width(max(lengths[i] for i in b)) <= 256 or len(b) == 1 for b in batches)
     assert batches == plan_batches(lengths, 256, seed=3, epoch=1)
     assert batches != plan_batches(lengths, 256, seed=3, epoch=2)
     padded = sum(len(b) * max(lengths[i] for i in b) for b in batches)
-    assert padded < 1.15 * sum(lengths)
+    assert padded < 1.15 * sum(lengths)  # grouped by length
 
 
 def test_a_row_longer_than_a_batch_stands_alone() -> None:
@@ -91,3 +92,12 @@ def test_stream_can_be_entered_anywhere() -> None:
     whole = take(0, 12)
     assert take(5, 7) == whole[5:]
     assert [round(epochs, 2) for epochs, _ in whole[:5]] == [0.25, 0.5, 0.75, 1.0, 1.25]
+
+
+@pytest.mark.parametrize("needs", [Needs(True, (0, 2)), Needs(False, (0, 2))])
+def test_taps_are_read_and_the_feature_is_the_teacher(needs: Needs) -> None:
+    row = TokenRow("r", tuple(range(6)), ((1, 6),), "t")
+    columns = torch.arange(6.0)[:, None] + torch.tensor([0.0, 100.0, 200.0])  # feature, tap 0, tap 2; H = 1
+    batch = make_batch([row], [columns], 2, needs)
+    assert batch.feature_BTH[0, 3].tolist() == ([3.0] if needs.features else []) + [103.0, 203.0]
+    assert [t[0, 2].tolist() for t in batch.teacher] == [[3.0], [4.0]]

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from heads.base import TreePolicy
 from heads.checkpoint import load_head
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
 from infer.stopping import StopRule
+from scripts.make_conversations import main as make_conversations
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
 from train import loop
 from train.config import RunConfig, from_dict
@@ -47,7 +49,7 @@ def _config(place: Path, out: Path, **train: Any) -> dict[str, Any]:
     return {
         "target": {"path": str(place / "target"), "device": "cpu"},
         "head": {"draft_vocab": 256},
-        "data": {"path": str(place / "rows.jsonl"), "work_dir": str(out / "data"), "held_out": 0.2},
+        "data": {"path": str(place / "rows.jsonl"), "work_dir": str(out / "data"), "held_out": 0.2, "max_length": 200},
         "loss": {"token_weight": 1.0},
         "optim": {"lr": 0.003},
         "train": {
@@ -93,10 +95,8 @@ def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: p
     head = load_head(best)
     prompt = tiny_tokenizer()("<|user|>1 abc<|end|><|assistant|>")["input_ids"]
     stop = StopRule(frozenset(), 20)
-    policy = loop_policy()
+    policy = TreePolicy(width=3, depth=3, total=8)
     assert decode_speculative(target, head, prompt, policy, stop)[0] == decode_plain(target, prompt, stop)[0]
-    drafted = head.draft_token_ids.tolist()
-    assert len(drafted) == 256
     # once more: nothing to do, nothing changed
     before = (best / "model.safetensors").read_bytes()
     capsys.readouterr()
@@ -105,21 +105,15 @@ def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: p
     assert (best / "model.safetensors").read_bytes() == before
 
 
-def loop_policy() -> Any:
-    from heads.base import TreePolicy
-
-    return TreePolicy(width=3, depth=3, total=8)
-
-
 def test_a_killed_run_goes_on_to_the_same_weights(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert _run(_config(place, whole), whole) == 0
     real = loop._step
 
-    def dies(session: Any, micro: Any, step: int, lr: float) -> Any:
+    def dies(session: Any, micro: Any, step: int, lr: float, unroll: int) -> Any:
         if step == 7:
             raise KeyboardInterrupt
-        return real(session, micro, step, lr)
+        return real(session, micro, step, lr, unroll)
 
     monkeypatch.setattr(loop, "_step", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -127,13 +121,37 @@ def test_a_killed_run_goes_on_to_the_same_weights(place: Path, tmp_path: Path, m
     assert read_progress(cut / "run/checkpoints").step == 4  # type: ignore[union-attr]
     monkeypatch.setattr(loop, "_step", real)
     assert _run(_config(place, cut), cut) == 0
-    names = ["model.safetensors"]
-    for name in names:
-        a = load_file(whole / "run/checkpoints/step-00000012" / name)
-        b = load_file(cut / "run/checkpoints/step-00000012" / name)
-        assert all(torch.equal(a[key], b[key]) for key in a)
+    assert _same_weights(whole, cut, 12)
     steps = [line["step"] for line in _metrics(cut) if "loss" in line]
     assert steps == [2, 4, 6, 8, 10, 12]
+
+
+def _same_weights(left: Path, right: Path, step: int, tolerance: float = 0.0) -> bool:
+    a, b = (load_file(out / f"run/checkpoints/step-{step:08d}/model.safetensors") for out in (left, right))
+    return all(float((a[name].double() - b[name].double()).abs().max()) <= tolerance for name in a)
+
+
+def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
+    """Two ranks with one micro-batch each take the same steps as one process with two."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert _run(_config(place, one, max_steps=4, grad_accumulation=2), one) == 0
+    two.mkdir()
+    (two / "config.yaml").write_text(json.dumps(_config(place, two, max_steps=4)))
+    arguments = ["--config", str(two / "config.yaml")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29613"]
+    command += [str(ROOT / "train/eagle.py"), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode != 0 and "make_conversations.py first" in run.stderr
+    assert make_conversations(arguments) == 0
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "2 process(es)" in run.stdout
+    # the same sums in another order; Adam's first steps amplify rounding where a gradient is tiny
+    assert _same_weights(one, two, 4, tolerance=2e-3) and not _same_weights(one, two, 4, tolerance=1e-12)
+    assert [m["loss"] for m in _metrics(one) if "loss" in m] == pytest.approx(
+        [m["loss"] for m in _metrics(two) if "loss" in m], rel=1e-3
+    )
 
 
 def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
@@ -144,7 +162,7 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
         data["loss"]["noise"] = 0.0
         config = from_dict(RunConfig, data)
         session = loop._prepare(config, loop._accelerator(config), lambda text: None)
-        loss, weight, _, norm = loop._step(session, micro, 0, 1e-3)
+        loss, weight, _, norm = loop._step(session, micro, 0, 1e-3, 2)
         weights.append((loss, weight, norm, [p.detach().clone() for p in session.bare_head.parameters()]))
     for other in weights[1:]:
         assert other[1] == weights[0][1]
@@ -171,6 +189,7 @@ def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"data": {"max_length": 300}}, "256 positions"),
         ({"head": {"kind": "eagel"}}, "eagel"),
         ({"head": {"draft_vocab": 5000}}, "head.draft_vocab"),
         ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),

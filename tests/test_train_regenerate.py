@@ -100,6 +100,7 @@ def test_waves_do_not_depend_on_processes_nor_on_a_kill(target_dir: str, tmp_pat
     def make(name: str, processes: int) -> list[object]:
         data = DataConfig(
             path="x", answers="regenerate", work_dir=str(tmp_path / name), batch_size=2, answer_tokens=16,
+            max_length=200,
             processes=processes, greedy_fraction=0.5,
         )  # fmt: skip
         return list(make_rows(target, data, prompts, log=lambda text: None)[0])
@@ -113,13 +114,15 @@ def test_waves_do_not_depend_on_processes_nor_on_a_kill(target_dir: str, tmp_pat
     assert make("one", 1) == one
     key = json.loads((tmp_path / "one/waves.json").read_text())
     assert key["data.top_k"] == 100
-    data = DataConfig(path="x", answers="regenerate", work_dir=str(tmp_path / "one"), batch_size=2, top_k=5)
+    data = DataConfig(
+        path="x", answers="regenerate", work_dir=str(tmp_path / "one"), batch_size=2, top_k=5, max_length=200
+    )
     with pytest.raises(ValueError, match="top_k"):
         make_rows(target, data, prompts, log=lambda text: None)
 
 
 def test_self_synthesis_refuses_a_target_that_writes_nothing_usable(target_dir: str, tmp_path: Path) -> None:
     """The tiny target never ends a turn, so every invented prompt is dropped, and the stage must end and say so."""
-    data = DataConfig(work_dir=str(tmp_path), batch_size=4, prompt_tokens=8, tokens=1, processes=1)
+    data = DataConfig(work_dir=str(tmp_path), batch_size=4, prompt_tokens=8, processes=1, max_length=200)
     with pytest.raises(ValueError, match="not finished"):
         make_rows(TargetConfig(path=target_dir), data, None, log=lambda text: None)

@@ -113,7 +113,10 @@ class Answerer:
         prompts = []
         for row, ids in enumerate(made):
             finished = ids[-1] in self.stops
-            text = str(self.tokenizer.decode(ids[:-1] if finished else ids, skip_special_tokens=False)).strip()
+            words = ids[:-1] if finished else ids
+            text = str(
+                self.tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            ).strip()
             if not finished:
                 counts.add("invented prompt not finished")
             elif len(ids) < 4 or not text:
@@ -189,7 +192,7 @@ class Answerer:
     def _row(
         self, prompt: Conversation, ids: list[int], spans: list[tuple[int, int]], counts: DropCounts
     ) -> TokenRow | None:
-        if len(spans) == 1 and spans[0][1] - spans[0][0] < 2:
+        if all(end - start < 2 for start, end in spans):
             counts.add("empty answer")
             return None
         if any(is_degenerate(ids[a:b]) for a, b in spans):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from heads.base import HeadBatch
+from heads.base import HeadBatch, Needs
 from train.conversations import TokenRow
 
 
@@ -43,6 +43,7 @@ def make_batch(
     rows: Sequence[TokenRow],
     features: Sequence[Tensor],
     steps: int,
+    needs: Needs,
     *,
     noise: float = 0.0,
     generator: torch.Generator | None = None,
@@ -52,15 +53,17 @@ def make_batch(
     """Pads rows on the right and applies the shifts.
 
     Args:
-        features: [L, H] per row.
+        features: [L, H * (1 + taps)] per row: the target's feature, then the tapped layers, as cached.
+        needs: which of those columns the head reads.
         noise: half-width of the uniform noise added to the input features (EAGLE, section 4.1: U(-0.1, 0.1)).
         dtype: of the features in the batch; default: as stored.
     """
     width = padded_width(max(len(row.input_ids) for row in rows))
-    batch, hidden = len(rows), features[0].shape[-1]
+    batch, columns = len(rows), features[0].shape[-1]
+    hidden = columns // (1 + len(needs.taps))
     # `steps` spare positions behind the end, so that every shifted view has the same length
     ids = torch.zeros(batch, width + steps + 1, dtype=torch.long)
-    feature = torch.zeros(batch, width + steps + 1, hidden, dtype=dtype or features[0].dtype)
+    feature = torch.zeros(batch, width + steps + 1, columns, dtype=dtype or features[0].dtype)
     valid = torch.zeros(batch, width, dtype=torch.bool)
     weight = torch.zeros(steps, batch, width, dtype=torch.bool)
     for i, (row, f) in enumerate(zip(rows, features, strict=True)):
@@ -70,14 +73,15 @@ def make_batch(
         valid[i, :length] = True
         weight[:, i, :length] = supervised_mask(row, steps)
     feature = feature.to(device)
+    read = feature[:, :width] if needs.features else feature[:, :width, hidden:]
     noise_BTH = None
     if noise:
-        uniform = torch.rand(batch, width, hidden, generator=generator)
+        uniform = torch.rand(read.shape, generator=generator)
         noise_BTH = ((uniform * 2 - 1) * noise).to(device, feature.dtype)
     return HeadBatch(
-        feature_BTH=feature[:, :width],
+        feature_BTH=read,
         token_KBT=torch.stack([ids[:, 1 + k : 1 + k + width] for k in range(steps)]).to(device),
-        teacher=tuple(feature[:, 1 + k : 1 + k + width] for k in range(steps)),
+        teacher=tuple(feature[:, 1 + k : 1 + k + width, :hidden] for k in range(steps)),
         weight_KBT=weight.to(device),
         valid_BT=valid.to(device),
         noise_BTH=noise_BTH,
@@ -97,7 +101,7 @@ def plan_batches(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch
     for start in range(0, len(order), pool):
         current: list[int] = []
         for index in sorted(order[start : start + pool], key=lambda i: lengths[i]):
-            if current and (len(current) + 1) * lengths[index] > tokens_per_batch:
+            if current and (len(current) + 1) * padded_width(lengths[index]) > tokens_per_batch:
                 batches.append(current)
                 current = []
             current.append(index)

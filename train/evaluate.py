@@ -40,11 +40,11 @@ def summarise(counts: dict[str, float], steps: int) -> Evaluation:
     """From the summed counts of `DraftHead.forward(measure=True)`."""
     roots = counts["positions/0"]
     prefix = [counts[f"prefix/{k}"] for k in range(steps)]
-    before = [roots, *prefix[:-1]]
+    tried = [counts[f"tried/{k}"] for k in range(steps)]
     return Evaluation(
         accept_length=1.0 + sum(prefix) / max(roots, 1.0),
         accuracy=[counts[f"match/{k}"] / max(counts[f"positions/{k}"], 1.0) for k in range(steps)],
-        conditional=[a / max(b, 1.0) for a, b in zip(prefix, before, strict=True)],
+        conditional=[a / max(b, 1.0) for a, b in zip(prefix, tried, strict=True)],
         feature_loss=counts["feature_loss/0"] / max(roots, 1.0),
         token_loss=counts["token_loss/0"] / max(roots, 1.0),
         roots=int(roots),
@@ -69,12 +69,13 @@ def evaluate(
     loss = LossSpec(1.0, 1.0, 1.0)
     names: list[str] = []
     for k in range(depth):
-        names += [f"{n}/{k}" for n in ("feature_loss", "token_loss", "positions", "match", "prefix")]
+        names += [f"{n}/{k}" for n in ("feature_loss", "token_loss", "positions", "match", "tried", "prefix")]
     for indices in batches[accelerator.process_index :: accelerator.num_processes]:
         batch = make_batch(
             [rows[i] for i in indices],
             [features[i] for i in indices],
             depth,
+            accelerator.unwrap_model(head).needs,
             dtype=dtype,
             device=accelerator.device,
         )

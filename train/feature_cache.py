@@ -1,14 +1,13 @@
 """The target's features of every row, on disk: what the head trains on.
 
 A directory with manifest.json and shards. A shard is a safetensors file with the features of consecutive rows,
-concatenated ([tokens, H], the target's dtype, after the final norm). Shards are written under a temporary name and
-renamed; a killed run goes on with the missing ones.
+concatenated: [tokens, H] after the final norm, then H columns for each tapped layer, in the target's dtype. Shards are
+written under a temporary name and renamed; a killed run goes on with the missing ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from heads.target import TargetAdapter
 from train.batching import padded_width
 from train.conversations import TokenRow
+from train.files import check_manifest
 
 _MANIFEST = "manifest.json"
 _SHARD_TOKENS = 65_536
@@ -33,7 +33,7 @@ _PROGRESS_SECONDS = 15.0
 
 
 class FeatureCache:
-    """Rows' features by row index: `cache[i]` is [length of row i, H]."""
+    """Rows' features by row index: `cache[i]` is [length of row i, columns]."""
 
     def __init__(self, folder: Path, rows: Sequence[TokenRow], shards: list[list[int]]) -> None:
         self._where: dict[int, tuple[int, int, int]] = {}
@@ -61,21 +61,23 @@ class FeatureCache:
         return len(self._where)
 
 
-def cache_key(target: TargetAdapter, rows: Sequence[TokenRow]) -> dict[str, Any]:
+def cache_key(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[int]) -> dict[str, Any]:
     """What the features depend on: the target (name, weights' fingerprint, dtype) and the rows' ids."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(row.input_ids, dtype=np.int64).tobytes())
-    head = target.lm_head.weight.detach()
-    sample = head[:: max(1, head.shape[0] // 64)].float().cpu().contiguous().numpy().tobytes()
+    weights = hashlib.sha256()  # of a sample of every tensor: a merged adapter changes some of them
+    for parameter in target.model.parameters():
+        flat = parameter.detach().flatten()
+        weights.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
     return {
         "schema": 1,
         "target": target.name,
         "revision": target.revision,
-        "lm_head_sha256": hashlib.sha256(sample).hexdigest(),
+        "weights_sample_sha256": weights.hexdigest(),
         "dtype": str(target.dtype),
         "hidden_size": target.hidden_size,
-        "feature": "hidden_postnorm",
+        "columns": ["hidden_postnorm", *(f"tap_after_layer={k}" for k in taps)],
         "rows": len(rows),
         "rows_sha256": digest.hexdigest(),
     }
@@ -85,21 +87,22 @@ def build_feature_cache(
     target: TargetAdapter,
     rows: Sequence[TokenRow],
     folder: str | os.PathLike[str],
+    taps: Sequence[int] = (),
     log: Callable[[str], None] = print,
 ) -> FeatureCache:
-    """Writes what is missing and opens the cache.
+    """Writes what is missing and opens the cache. taps: layers whose outputs are stored behind the features.
 
     Raises:
         ValueError: the folder holds features of another target or of other rows, or the disk has no room.
     """
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    _check_manifest(out / _MANIFEST, cache_key(target, rows))
+    check_manifest(out / _MANIFEST, cache_key(target, rows, taps), "data.work_dir", "features")
     shards = _plan(rows)
     missing = [number for number in range(len(shards)) if not _shard(out, number).is_file()]
     total = sum(len(rows[i].input_ids) for number in missing for i in shards[number])
     if missing:
-        size = total * target.hidden_size * torch.finfo(target.dtype).bits // 8
+        size = total * target.hidden_size * (1 + len(taps)) * torch.finfo(target.dtype).bits // 8
         free = shutil.disk_usage(out).free
         log(f"features: {total} tokens of {len(rows)} rows to {out}, {size / 2**20:.0f} MiB")
         if size > 0.95 * free:
@@ -112,7 +115,7 @@ def build_feature_cache(
     for number in missing:
         parts: dict[int, Tensor] = {}
         for batch in _batches(rows, shards[number]):
-            for index, features in zip(batch, _features(target, [rows[i] for i in batch]), strict=True):
+            for index, features in zip(batch, _features(target, [rows[i] for i in batch], taps), strict=True):
                 parts[index] = features
                 done += features.shape[0]
             now = time.perf_counter()
@@ -126,14 +129,14 @@ def build_feature_cache(
     return FeatureCache(out, rows, shards)
 
 
-def _features(target: TargetAdapter, rows: Sequence[TokenRow]) -> list[Tensor]:
+def _features(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[int]) -> list[Tensor]:
     width = padded_width(max(len(row.input_ids) for row in rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     valid = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
         ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids)
         valid[i, : len(row.input_ids)] = True
-    hidden = target.hidden_states(ids.to(target.device), valid.to(target.device)).cpu()
+    hidden = target.features(ids.to(target.device), valid.to(target.device), taps).cpu()
     features = [hidden[i, : len(row.input_ids)].clone() for i, row in enumerate(rows)]
     if not all(bool(torch.isfinite(f).all()) for f in features):
         raise ValueError(
@@ -159,7 +162,7 @@ def _batches(rows: Sequence[TokenRow], indices: Sequence[int]) -> list[list[int]
     """Row indices by length, cut so that padded tokens stay within the limit."""
     out: list[list[int]] = [[]]
     for index in sorted(indices, key=lambda i: len(rows[i].input_ids)):
-        if out[-1] and (len(out[-1]) + 1) * len(rows[index].input_ids) > _BATCH_TOKENS:
+        if out[-1] and (len(out[-1]) + 1) * padded_width(len(rows[index].input_ids)) > _BATCH_TOKENS:
             out.append([])
         out[-1].append(index)
     return out
@@ -167,20 +170,3 @@ def _batches(rows: Sequence[TokenRow], indices: Sequence[int]) -> list[list[int]
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
-
-
-def _check_manifest(path: Path, key: dict[str, Any]) -> None:
-    if not path.is_file():
-        tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        tmp.write_text(json.dumps(key, indent=2) + "\n")
-        os.replace(tmp, path)
-        return
-    old = json.loads(path.read_text())
-    wrong = [
-        f"{name}: there {old.get(name)!r}, asked {value!r}" for name, value in key.items() if old.get(name) != value
-    ]
-    if wrong:
-        raise ValueError(
-            f"data.work_dir: {path.parent} holds features made otherwise ({'; '.join(wrong)}); "
-            "choose another data.work_dir or remove it"
-        )

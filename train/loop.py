@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ from heads.config import HeadConfig
 from heads.registry import build_head, head_class
 from heads.target import TargetAdapter
 from heads.vocab import coverage, frequent_tokens, token_counts
+from infer.prefill import check_length
+from infer.probe import require_tree
 from train.batching import batch_stream, make_batch
 from train.config import RunConfig, dump_yaml
+from train.conversations import TokenRow
 from train.evaluate import Evaluation, evaluate
 from train.feature_cache import FeatureCache, build_feature_cache
+from train.files import write_text
 from train.optim import build_optimizer, learning_rate, progress_of
 from train.provenance import provenance
-from train.regenerate import load_target
+from train.regenerate import load_target, usable_cores
 from train.resume import RUN_YAML, Progress, check_output, load_state, read_progress, save_state
 from train.stage import Rows, prepare_rows, read_stage
 from train.tracking import MetricsFile
@@ -86,46 +91,50 @@ def _limit_reached(config: RunConfig, done: Progress) -> bool:
 
 
 def _accelerator(config: RunConfig) -> Accelerator:
+    """The accelerator that was really asked for, or an error: a launcher's wish must not be dropped silently."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if world > 1 and not torch.cuda.is_available() else []
-    accelerator = Accelerator(mixed_precision=_precision(config), kwargs_handlers=handlers)
-    if accelerator.num_processes != world:
-        raise ValueError(f"{world} processes were launched, but accelerate runs {accelerator.num_processes}")
-    if accelerator.device.type == "cpu":
+    cpu = config.target.device == "cpu" or not torch.cuda.is_available()
+    # The timeout covers the stages that rank 0 does alone.
+    handler = InitProcessGroupKwargs(backend="gloo" if cpu else "nccl", timeout=timedelta(hours=12))
+    accelerator = Accelerator(
+        cpu=cpu, mixed_precision=_precision(config, cpu), kwargs_handlers=[handler] if world > 1 else []
+    )
+    if accelerator.num_processes != world or (world > 1 and not accelerator.use_distributed):
+        raise ValueError(
+            f"{world} processes were launched, but accelerate runs {accelerator.num_processes} "
+            f"({accelerator.distributed_type}); launch with torchrun, or with one process"
+        )
+    if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # The launcher limits OpenMP to one thread per process on a CPU; a process may have its share of the cores.
-        torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // local))
+        torch.set_num_threads(config.train.threads or max(1, usable_cores() // local))
         torch.set_flush_denormal(True)  # softmax tails would be computed some 50x slower than they are worth
     torch.manual_seed(config.train.seed)  # the head's initial weights
     return accelerator
 
 
-def _precision(config: RunConfig) -> str:
-    wanted = config.train.mixed_precision
-    if wanted != "auto":
-        return wanted
-    if torch.cuda.is_available():
+def _precision(config: RunConfig, cpu: bool) -> str:
+    if config.train.mixed_precision != "auto":
+        return config.train.mixed_precision
+    if not cpu:
         return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no"
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bf16" if fast else "no"
 
 
 def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], None]) -> Session:
     device = str(accelerator.device) if config.target.device == "auto" else config.target.device
+    if torch.device(device).type != accelerator.device.type:
+        raise ValueError(f"target.device is {device!r}, but training runs on {accelerator.device}; use auto")
     if accelerator.num_processes > 1 and read_stage(config) is None:
         raise ValueError("data.work_dir: not prepared; with several processes run scripts/make_conversations.py first")
     rows = prepare_rows(config, device, log)
     held_out = rows.held_out[: config.eval.max_rows]
     rows = Rows(rows.train, held_out, rows.record)
     target, _ = load_target(config.target, device)
+    check_length(target, config.data.max_length, "data.max_length")
     target.check_head_path()
-    folder = Path(config.data.work_dir)
-    # Rank 0 writes the caches, the others open them.
-    if accelerator.is_main_process:
-        build_feature_cache(target, rows.train, folder / "features_train", log)
-        build_feature_cache(target, held_out, folder / f"features_held_out_{len(held_out)}", log)
-    accelerator.wait_for_everyone()
-    train_features = build_feature_cache(target, rows.train, folder / "features_train", log)
-    held_features = build_feature_cache(target, held_out, folder / f"features_held_out_{len(held_out)}", log)
+    require_tree(target)
     head_config = HeadConfig.derive(
         config.head.kind,
         target.config,
@@ -133,15 +142,17 @@ def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], N
         config.target.path,
         config.target.revision,
         config.head.draft_vocab,
-        _embedding_scale(target, train_features),
+        _embedding_scale(target, rows.train),
     )
     head = build_head(head_config).to(device)
+    target.tap(head.needs.taps)
     if config.head.draft_vocab is not None:
         counts = token_counts([row.input_ids[a:b] for row in rows.train for a, b in row.spans], target.vocab_size)
         head.draft_token_ids.copy_(frequent_tokens(counts, config.head.draft_vocab))
         share = coverage(counts, head.draft_token_ids.cpu())
         log(f"head: draft vocabulary of {config.head.draft_vocab} tokens, {share:.2%} of the training answers' tokens")
     head.bind(target)
+    train_features, held_features = _features(config, accelerator, target, rows, head.needs.taps, log)
     log(
         f"head: {config.head.kind}, {trainable_parameters(head):,} trainable parameters; "
         f"{accelerator.num_processes} process(es), {accelerator.device}, {torch.get_num_threads()} threads, "
@@ -153,26 +164,51 @@ def _prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], N
     return Session(config, accelerator, target, wrapped, optimizer, rows, train_features, held_features, dtype, log)
 
 
-def _embedding_scale(target: TargetAdapter, features: FeatureCache) -> float:
-    """Brings the embeddings to the features' root mean square (two digits).
+def _features(
+    config: RunConfig,
+    accelerator: Accelerator,
+    target: TargetAdapter,
+    rows: Rows,
+    taps: Sequence[int],
+    log: Callable[[str], None],
+) -> tuple[FeatureCache, FeatureCache]:
+    """Rank 0 writes both caches, then every rank opens them."""
+    folder = Path(config.data.work_dir)
+    places = (
+        (rows.train, folder / "features_train"),
+        (rows.held_out, folder / f"features_held_out_{len(rows.held_out)}"),
+    )
+    if accelerator.is_main_process:
+        for some, place in places:
+            build_feature_cache(target, some, place, taps, log)
+    accelerator.wait_for_everyone()
+    train, held = (build_feature_cache(target, some, place, taps, log) for some, place in places)
+    return train, held
+
+
+def _embedding_scale(target: TargetAdapter, rows: Sequence[TokenRow]) -> float:
+    """Brings the embeddings to the features' root mean square (two digits), measured on a few rows.
 
     A target with tied embeddings can have them 10 times smaller than its features; the head's first layer would
     then learn which token was sampled that much slower than all the rest.
     """
-    feature = torch.cat([features[i] for i in range(min(8, len(features)))]).float()
-    embedding = target.embedding.weight.float()
-    return float(f"{float((feature.square().mean() / embedding.square().mean()).sqrt()):.2g}")
+    squares = []
+    for row in rows[:4]:
+        ids = torch.tensor([row.input_ids], device=target.device)
+        squares.append(target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool)).float().square().mean())
+    ratio = torch.stack(squares).mean() / target.embedding.weight.float().square().mean()
+    return float(f"{float(ratio.sqrt()):.2g}")
 
 
 def _run(session: Session, progress: Progress, out: Path) -> None:
     config, accelerator = session.config, session.accelerator
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
-        (out / RUN_YAML).write_text(dump_yaml(config))
+        write_text(out / RUN_YAML, dump_yaml(config))
     metrics = MetricsFile(out / "metrics.jsonl", progress.step, accelerator.is_main_process)
     lengths = [len(row.input_ids) for row in session.rows.train]
     world, rank = accelerator.num_processes, accelerator.process_index
-    stream = batch_stream(lengths, config.train.tokens_per_batch, config.train.seed, progress.batches * world)
+    stream = batch_stream(lengths, config.train.tokens_per_batch, config.train.seed, progress.batches)
     started, earlier = time.perf_counter(), progress.seconds
     window = _Window()
     session.head.train()
@@ -186,10 +222,11 @@ def _run(session: Session, progress: Progress, out: Path) -> None:
         for _ in range(config.train.grad_accumulation):
             dealt = [next(stream) for _ in range(world)]
             progress.epochs, indices = dealt[-1][0], dealt[rank][1]
-            progress.batches += 1
+            progress.batches += world
             micro.append(indices)
         lr = learning_rate(share, config.optim)
-        loss, weight, tokens, norm = _step(session, micro, progress.step, lr)
+        steps = config.loss.unroll_steps if share >= config.loss.unroll_from else 1
+        loss, weight, tokens, norm = _step(session, micro, progress.step, lr, steps)
         progress.step += 1
         progress.supervised += int(weight)
         window.add(loss, weight, tokens)
@@ -217,7 +254,9 @@ def _agree(accelerator: Accelerator, share: float) -> float:
     return float(broadcast_object_list([share])[0])
 
 
-def _step(session: Session, micro: list[list[int]], step: int, lr: float) -> tuple[float, float, int, float]:
+def _step(
+    session: Session, micro: list[list[int]], step: int, lr: float, unroll: int
+) -> tuple[float, float, int, float]:
     """One optimizer step. Returns (loss sum, supervised roots, tokens, gradient norm), the first three global."""
     config, accelerator = session.config, session.accelerator
     spec = LossSpec(config.loss.feature_weight, config.loss.token_weight, config.loss.step_decay)
@@ -225,13 +264,15 @@ def _step(session: Session, micro: list[list[int]], step: int, lr: float) -> tup
         group["lr"] = lr
     batches = []
     for number, indices in enumerate(micro):
-        seed = (config.train.seed * 1_000_003 + step) * 64 + number * accelerator.num_processes
-        generator = torch.Generator().manual_seed(seed + accelerator.process_index)
+        # one stream of noise per global micro-batch, whichever rank has it
+        index = (step * len(micro) + number) * accelerator.num_processes + accelerator.process_index
+        generator = torch.Generator().manual_seed(config.train.seed * 1_000_000_007 + index)
         batches.append(
             make_batch(
                 [session.rows.train[i] for i in indices],
                 [session.train_features[i] for i in indices],
-                config.loss.unroll_steps,
+                unroll,
+                session.bare_head.needs,
                 noise=config.loss.noise,
                 generator=generator,
                 dtype=session.dtype,

@@ -22,9 +22,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.embedded import resolve_target
 from heads.target import TargetAdapter
+from infer.prefill import check_length
 from train.answering import Answerer, Wave
 from train.config import DataConfig, TargetConfig
 from train.conversations import Conversation, DropCounts, TokenRow
+from train.files import check_manifest, write_text
 
 _PROGRESS_SECONDS = 15.0
 
@@ -39,6 +41,7 @@ def _start_worker(target: TargetConfig, data: DataConfig, device: str, counter: 
     torch.set_flush_denormal(True)
     _counter = counter
     adapter, tokenizer = load_target(target, device)
+    check_length(adapter, data.max_length, "data.max_length")
     _worker = Answerer(adapter, tokenizer, data)
 
 
@@ -50,9 +53,7 @@ def _run_wave(wave: Wave, path: Path) -> dict[str, Any]:
     started = time.perf_counter()
     result = _worker.run(wave, count)
     result["seconds"] = round(time.perf_counter() - started, 2)
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    tmp.write_text(json.dumps(result))
-    os.replace(tmp, path)
+    write_text(path, json.dumps(result))
     return result
 
 
@@ -99,7 +100,8 @@ def make_rows(
     """
     folder = Path(data.work_dir) / "waves"
     folder.mkdir(parents=True, exist_ok=True)
-    _check_manifest(Path(data.work_dir) / "waves.json", wave_key(target, data, conversations))
+    key = wave_key(target, data, conversations)
+    check_manifest(Path(data.work_dir) / "waves.json", key, "data.work_dir", "answers")
     budget = data.tokens if conversations is None else None
     results = _run_waves(target, data, list(_waves(data, conversations)), folder, budget, device, log)
     rows: list[TokenRow] = []
@@ -116,7 +118,7 @@ def make_rows(
                 raw["source"],
                 raw["truncated"],
             )
-            if row.split_key in seen:
+            if conversations is None and row.split_key in seen:
                 counts.add("duplicate prompt")
             elif data.max_rows is not None and len(rows) >= data.max_rows:
                 counts.add("beyond data.max_rows")
@@ -133,10 +135,9 @@ def make_rows(
 
 def _waves(data: DataConfig, conversations: Sequence[Conversation] | None) -> Iterator[Wave]:
     if conversations is None:
-        for index in range(1_000_000):  # cut by the token budget
+        # More than enough for the token budget; a target that keeps nothing is given up on before.
+        for index in range(20 + 20 * data.tokens // data.batch_size):
             yield Wave(index, data.batch_size, None)
-            if index > 20 + 20 * data.tokens // data.batch_size:
-                return
     else:
         # Rows of similar length share a wave, so that little is padding. The order is fixed by the rows alone.
         by_length = sorted(conversations, key=lambda c: (sum(len(m["content"]) for m in c.messages), c.content_key))
@@ -177,7 +178,7 @@ def _run_waves(
 
     if (number := enough()) is not None:
         return [results[wave.index] for wave in waves[:number]]
-    processes = data.processes or (os.cpu_count() or 1 if device == "cpu" else 1)
+    processes = data.processes or (usable_cores() if device == "cpu" else 1)
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     progress = _Progress(counter, data, waves, budget, len(results))
@@ -190,12 +191,29 @@ def _run_waves(
             finished, _ = wait(running, timeout=_PROGRESS_SECONDS, return_when=FIRST_COMPLETED)
             for future in finished:
                 results[running.pop(future).index] = future.result()
+            _give_up_on_nothing(results)
             log(progress.line(results))
     finally:
         for process in list((pool._processes or {}).values()):  # surplus waves: their results are not needed
             process.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
     return [results[wave.index] for wave in waves[:number]]
+
+
+def _give_up_on_nothing(results: dict[int, dict[str, Any]], after: int = 4) -> None:
+    """Raises ValueError, with the reasons, when the first waves together kept no row."""
+    if len(results) < after or any(result["rows"] for result in results.values()):
+        return
+    reasons: dict[str, int] = {}
+    for result in results.values():
+        for reason, number in result["counts"]["reasons"].items():
+            reasons[reason] = reasons.get(reason, 0) + number
+    raise ValueError(f"target.path: no usable row in {len(results)} waves ({reasons}); give conversations in data.path")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Progress:
@@ -239,20 +257,3 @@ def wave_key(target: TargetConfig, data: DataConfig, conversations: Sequence[Con
         "prompts": prompts,
         **{f"data.{name}": getattr(data, name) for name in (*fields, "greedy_fraction", "top_k", "batch_size")},
     }
-
-
-def _check_manifest(path: Path, key: dict[str, Any]) -> None:
-    if path.is_file():
-        old = json.loads(path.read_text())
-        wrong = [
-            f"{name}: there {old.get(name)!r}, asked {value!r}" for name, value in key.items() if old.get(name) != value
-        ]
-        if wrong:
-            raise ValueError(
-                f"data.work_dir: {path.parent} holds data made with other settings ({'; '.join(wrong)}); "
-                "choose another data.work_dir or remove it"
-            )
-        return
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    tmp.write_text(json.dumps(key, indent=2) + "\n")
-    os.replace(tmp, path)

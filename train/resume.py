@@ -11,15 +11,20 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from train.config import RunConfig, to_dict
+from train.config import RunConfig, load_config, to_dict
+from train.files import differences, write_text
 
 _STATE = "progress.json"
 RUN_YAML = "run.yaml"
+# What a resumed run may change: its length and its bookkeeping, nothing that the weights depend on.
+_FREE = {f"train.{name}" for name in ("max_steps", "epochs", "max_minutes", "log_every", "eval_every", "save_every")}
+_FREE |= {"train.keep_checkpoints", "train.resume", "train.threads", "train.output_dir"}
+_FREE |= {"data.processes", "data.work_dir", "target.cache_dir"}
 
 
 @dataclass
 class Progress:
-    """Where a run stands. `batches`: micro-batches consumed per rank; `seconds`: wall clock over all sessions."""
+    """Where a run stands. `batches`: micro-batches consumed, all ranks; `seconds`: wall clock over all sessions."""
 
     step: int = 0
     batches: int = 0
@@ -35,6 +40,11 @@ def save_state(accelerator: Accelerator, folder: Path, progress: Progress, keep:
     """Writes checkpoints/step-N under a temporary name, renames it, and drops all but the newest `keep`."""
     accelerator.wait_for_everyone()
     out = folder / f"step-{progress.step:08d}"
+    if (out / _STATE).is_file():  # just saved: only the record can have changed
+        if accelerator.is_main_process:
+            write_text(out / _STATE, json.dumps(asdict(progress)))
+        accelerator.wait_for_everyone()
+        return
     tmp = folder / "writing.tmp"
     if accelerator.is_main_process:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -87,17 +97,10 @@ def check_output(config: RunConfig) -> None:
         return
     if config.train.resume == "never":
         raise ValueError(f'train.resume is "never", but {out} holds a run; choose another train.output_dir')
-    from train.config import load_config
-
     old, new = _flat(to_dict(load_config(run))), _flat(to_dict(config))
-    free = ("train.", "eval.", "data.processes")  # what may change without changing what the weights mean
-    wrong = [
-        f"{k}: there {old.get(k)!r}, asked {v!r}" for k, v in new.items() if old.get(k) != v and not k.startswith(free)
-    ]
+    wrong = differences(old, {k: v for k, v in new.items() if k not in _FREE})
     if wrong:
-        raise ValueError(
-            f"train.output_dir: {out} holds a run with other settings ({'; '.join(wrong)}); choose another directory"
-        )
+        raise ValueError(f"train.output_dir: {out} holds a run with other settings ({wrong}); choose another directory")
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from heads.embedded import resolve_target
 from train.answering import template_parts
 from train.chat_mask import describe_row, encode_all, end_of_turn_ids
 from train.config import RunConfig
@@ -28,6 +28,7 @@ from train.conversations import (
     split_rows,
     write_rows,
 )
+from train.files import differences, write_text
 from train.regenerate import load_tokenizer, make_rows
 
 _TRAIN, _HELD_OUT, _PROMPTS, _STAGE = "rows_train.jsonl", "rows_held_out.jsonl", "held_out_prompts.jsonl", "stage.json"
@@ -43,14 +44,19 @@ class Rows:
 
 
 def stage_key(config: RunConfig) -> dict[str, Any]:
-    """Everything the rows depend on. `processes` and `work_dir` do not change them."""
-    data = asdict(config.data)
-    for name in ("processes", "work_dir"):
-        del data[name]
-    if config.data.path is not None:
-        data["sha256"] = hashlib.sha256(_existing(config.data.path).read_bytes()).hexdigest()
-    target = {name: getattr(config.target, name) for name in ("path", "revision", "dtype")}
-    return {"schema": 1, **{f"target.{k}": v for k, v in target.items()}, **{f"data.{k}": v for k, v in data.items()}}
+    """Everything the rows depend on, and nothing else."""
+    data = config.data
+    used = ["path", "max_length", "max_rows", "held_out", "seed"]
+    if data.path is None or data.answers == "regenerate":
+        used += ["answers", "answer_tokens", "answer_temperature", "greedy_fraction", "top_k", "batch_size"]
+    if data.path is None:
+        used += ["tokens", "prompt_tokens", "prompt_temperature"]
+    key: dict[str, Any] = {"schema": 1}
+    key |= {f"target.{name}": getattr(config.target, name) for name in ("path", "revision", "dtype")}
+    key |= {f"data.{name}": getattr(data, name) for name in used}
+    if data.path is not None:
+        key["data.sha256"] = hashlib.sha256(_existing(data.path).read_bytes()).hexdigest()
+    return key
 
 
 def _existing(path: str) -> Path:
@@ -69,11 +75,10 @@ def read_stage(config: RunConfig) -> Rows | None:
     if not (folder / _STAGE).is_file():
         return None
     record = json.loads((folder / _STAGE).read_text())
-    key = stage_key(config)
-    wrong = [f"{k}: there {record['key'].get(k)!r}, asked {v!r}" for k, v in key.items() if record["key"].get(k) != v]
+    wrong = differences(record["key"], stage_key(config))
     if wrong:
         raise ValueError(
-            f"data.work_dir: {folder} holds rows made from other settings ({'; '.join(wrong)}); "
+            f"data.work_dir: {folder} holds rows made from other settings ({wrong}); "
             "choose another data.work_dir or remove it"
         )
     return Rows(read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT), record)
@@ -92,12 +97,23 @@ def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = pr
     folder = Path(config.data.work_dir)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.target)
-    rows, counts = _make(config, tokenizer, device, log)
+    made, counts = _make(config, tokenizer, device, log)
+    # The first token of an answer comes from the target's prefill: an answer of one token trains nothing.
+    rows = [row for row in made if any(end - start >= 2 for start, end in row.spans)]
+    for _ in range(len(made) - len(rows)):
+        counts.add("answers of one token")
+    counts.rows_out = len(rows)
+    counts.check()
     log(f"data: {counts}")
     train, held_out = split_rows(rows, config.data.held_out, config.data.seed)
+    if not train or not held_out:
+        raise ValueError(
+            f"data.path: {config.data.path or 'self-synthesis'} gave {len(rows)} usable rows ({counts}); "
+            "expected at least 2 with different prompts, one to train on and one held out"
+        )
     write_rows(folder / _TRAIN, train)
     write_rows(folder / _HELD_OUT, held_out)
-    _write(folder / _PROMPTS, "".join(json.dumps(p) + "\n" for p in _prompts(held_out, tokenizer)))
+    _write_prompts(folder / _PROMPTS, held_out, tokenizer, log)
     record = {
         "key": stage_key(config),
         "rows_in": counts.rows_in,
@@ -108,7 +124,7 @@ def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = pr
         "tokens": sum(len(r.input_ids) for r in train),
         "truncated_rows": sum(r.truncated for r in rows),
     }
-    _write(folder / _STAGE, json.dumps(record, indent=2) + "\n")
+    write_text(folder / _STAGE, json.dumps(record, indent=2) + "\n")
     log(f"data: {len(train)} training rows ({record['supervised_tokens']} answer tokens), {len(held_out)} held out")
     log(
         "data: a row as it is trained on, supervised text between ⟦ and ⟧:\n" + describe_row(tokenizer, train[0])[:1200]
@@ -129,12 +145,10 @@ def _make(
         conversations = conversations[: data.max_rows]
     if data.answers == "regenerate":
         prompts = [_prompt_only(c) for c in conversations]
-        return make_rows(config.target, data, prompts, device=device, log=log)
+        rows, made = make_rows(config.target, data, prompts, device=device, log=log)
+        return rows, _joined(counts, len(prompts), made)
     if all(c.is_prompt for c in conversations):
         raise ValueError(f"data.answers: {data.path} holds prompts only; set data.answers: regenerate")
-    from transformers import GenerationConfig
-
-    from heads.embedded import resolve_target
 
     eos = None
     try:
@@ -143,7 +157,18 @@ def _make(
     except OSError:
         eos = tokenizer.eos_token_id  # no generation config: the template's own terminator is added below
     ends = end_of_turn_ids(tokenizer, eos)
-    return encode_all(tokenizer, conversations, data.max_length, ends, data_name=data.path)
+    rows, made = encode_all(tokenizer, conversations, data.max_length, ends, data_name=data.path)
+    return rows, _joined(counts, len(conversations), made)
+
+
+def _joined(read: DropCounts, used: int, made: DropCounts) -> DropCounts:
+    """Both steps as one: rows of the file in, rows made out."""
+    reasons = dict(read.reasons)
+    if used < read.rows_out:
+        reasons["beyond data.max_rows"] = read.rows_out - used
+    for reason, number in made.reasons.items():
+        reasons[reason] = reasons.get(reason, 0) + number
+    return DropCounts(read.rows_in, made.rows_out, reasons)
 
 
 def _prompt_only(conversation: Conversation) -> Conversation:
@@ -151,19 +176,21 @@ def _prompt_only(conversation: Conversation) -> Conversation:
     return Conversation(conversation.id, conversation.source, kept)
 
 
-def _prompts(rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def _write_prompts(
+    path: Path, rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]
+) -> None:
     """First user turns as text, of the rows whose prompt is the template around one user message."""
-    parts = template_parts(tokenizer)
+    try:
+        parts = template_parts(tokenizer)
+    except ValueError as error:
+        log(f"data: {path.name} stays empty: {error}")
+        write_text(path, "")
+        return
     out = []
     for row in rows:
-        text = str(tokenizer.decode(list(row.input_ids[: row.spans[0][0]]), skip_special_tokens=False))
+        ids = list(row.input_ids[: row.spans[0][0]])
+        text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if text.startswith(parts.before_user) and text.endswith(parts.after_user):
             content = text[len(parts.before_user) : len(text) - len(parts.after_user)]
             out.append({"id": row.id, "category": row.source, "messages": [{"role": "user", "content": content}]})
-    return out
-
-
-def _write(path: Path, text: str) -> None:
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    tmp.write_text(text)
-    os.replace(tmp, path)
+    write_text(path, "".join(json.dumps(p) + "\n" for p in out))
