@@ -83,10 +83,10 @@ def test_a_row_longer_than_a_batch_stands_alone() -> None:
 
 
 def test_stream_can_be_entered_anywhere() -> None:
-    lengths = [10] * 37
+    lengths = [32] * 37
 
     def take(skip: int, count: int) -> list[tuple[float, list[int]]]:
-        stream = batch_stream(lengths, 100, seed=0, skip=skip)
+        stream = batch_stream(lengths, 320, seed=0, skip=skip)
         return [next(stream) for _ in range(count)]
 
     whole = take(0, 12)
