@@ -29,7 +29,7 @@ from infer.engine import decode_speculative
 from infer.metrics import DecodeStats, merge
 from infer.prefill import check_request, prefill
 from infer.prompts import Prompt
-from infer.report import PairedRun, _is_report, build_report, format_report, pair, write_json
+from infer.report import PairedRun, build_report, format_report, is_report, pair, write_json
 from infer.stopping import StopRule
 
 _PARTIAL = "draftsmith_partial"  # key of the first line of a partial file; its value is the schema version
@@ -159,7 +159,7 @@ def open_results(path: str | None) -> Results | None:
         return None
     out = Path(path)
     partial = out.with_name(out.name + ".partial.jsonl")
-    if out.exists() and not _is_report(out):
+    if out.exists() and not is_report(out):
         raise ValueError(f"--json: {out} exists and is not a Draftsmith report, so it is not overwritten")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

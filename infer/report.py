@@ -210,7 +210,7 @@ def write_json(path: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
     target = Path(path)
     if MARK not in report:
         raise ValueError(f"got a dict without the key {MARK!r}, expected the result of build_report; pass that instead")
-    if target.exists() and not _is_report(target):
+    if target.exists() and not is_report(target):
         raise ValueError(f"{target} exists and is not a Draftsmith report, so it is not overwritten; give another path")
     text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ def write_json(path: str | os.PathLike[str], report: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)  # gone already if the rename succeeded
 
 
-def _is_report(path: Path) -> bool:
+def is_report(path: Path) -> bool:
     if not path.is_file():
         return False
     try:

@@ -128,7 +128,7 @@ def test_oracle_head_accepts_every_length(name: str, policy: str) -> None:
     assert stats.target_passes < NEW - 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_head_gets_the_true_features(name: str) -> None:
     """Features committed over many rounds are those of one plain pass over the whole text."""
     expected = library_text(name)
@@ -144,7 +144,7 @@ def test_head_gets_the_true_features(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "random"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_eos_at_every_offset(name: str, drafter: str) -> None:
     """Any token that the greedy run emits is declared to be EOS: the end falls on every offset of a block."""
     text = library_text(name, 24)
@@ -162,7 +162,7 @@ def test_eos_at_every_offset(name: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["tree", "chain"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_limit(name: str, policy: str) -> None:
     text = library_text(name, 16)
     target = tiny_target(name, taps=(1,))
