@@ -36,8 +36,8 @@ def save_head(
     """
     out = Path(folder)
     check_replaceable(out)
+    recover(out)
     tmp = out.with_name(f"{out.name}.tmp-{os.getpid()}")
-    shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     tensors = {
         name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else t.dtype).contiguous()
@@ -53,6 +53,17 @@ def save_head(
     tmp.rename(out)
     shutil.rmtree(old, ignore_errors=True)
     return out
+
+
+def recover(out: Path) -> None:
+    """Clears what a kill during `save_head` left: half-written copies, and the old head if it was just set aside."""
+    for old in out.parent.glob(f"{out.name}.old-*"):
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(out)
+    for tmp in out.parent.glob(f"{out.name}.tmp-*"):
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def check_replaceable(out: Path) -> None:

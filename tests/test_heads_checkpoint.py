@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from heads.checkpoint import load_head, read_config, save_head
+from heads.checkpoint import load_head, read_config, recover, save_head
 from heads.config import HeadConfig
 from heads.registry import build_head
 from tests.tiny import tiny_head, tiny_target
@@ -37,6 +37,8 @@ def test_stored_precision_leaves_integers_alone(tmp_path: Path) -> None:
     loaded = load_head(save_head(head, tmp_path / "head", dtype=torch.bfloat16))
     assert torch.equal(loaded.draft_token_ids, ids)
     assert next(loaded.parameters()).dtype == torch.bfloat16
+    assert torch.equal(loaded.get_buffer("rope.inv_freq"), head.get_buffer("rope.inv_freq"))  # positions stay exact
+    assert torch.equal(loaded.bfloat16().get_buffer("rope.inv_freq"), head.get_buffer("rope.inv_freq"))
     assert load_head(tmp_path / "head", dtype=torch.float32).draft_token_ids.dtype == torch.int64
 
 
@@ -50,6 +52,14 @@ def test_a_head_is_replaced_whole_and_nothing_else_is(saved: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="not a Draftsmith head"):
         save_head(tiny_head(tiny_target("llama")), foreign)
     assert (foreign / "notes.txt").read_text() == "x"
+
+
+def test_what_a_kill_left_is_cleared(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "head.tmp-1").mkdir()
+    saved.rename(tmp_path / "head.old-1")  # killed between setting the old head aside and moving the new one in
+    recover(saved)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head"]
+    load_head(saved)
 
 
 def test_damage_is_named(saved: Path, tmp_path: Path) -> None:

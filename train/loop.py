@@ -17,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 
 from heads.base import DraftHead, LossSpec, trainable_parameters
-from heads.checkpoint import save_head
+from heads.checkpoint import recover, save_head
 from heads.config import HeadConfig
 from heads.registry import build_head, head_class
 from heads.target import TargetAdapter
@@ -75,6 +75,8 @@ def train(config: RunConfig) -> Path:
     if before is not None and before.finished and _limit_reached(config, before):
         log(f"train: {out} is finished (step {before.step}); the best head is in {out / _BEST}")
         return out / _BEST
+    if accelerator.is_main_process and out.is_dir():
+        recover(out / _BEST)
     session = _prepare(config, accelerator, log)
     progress = load_state(accelerator, out / _CHECKPOINTS) or Progress()
     if progress.step:
