@@ -79,9 +79,9 @@ class TreePolicy:
     A chain is width 1 (total is then depth + 1).
     """
 
-    width: int = 8
+    width: int = 6
     depth: int = 4
-    total: int = 24
+    total: int = 16
 
     def __post_init__(self) -> None:
         for name, least, option in (("width", 1, "width"), ("depth", 1, "depth"), ("total", 2, "nodes")):
