@@ -122,7 +122,7 @@ def test_prefix_counts_are_products_along_the_root() -> None:
     assert int(counts["prefix/2"]) == len(odd[2]) < len(roots[2]) == int(counts["match/2"])
 
 
-@pytest.mark.parametrize(("name", "unroll"), [("llama", 1), ("llama", 3), ("llama_tied", 3), ("qwen2", 3), ("gpt2", 3)])
+@pytest.mark.parametrize(("name", "unroll"), [("llama", 1), ("llama", 3), ("llama_tied", 1), ("qwen2", 1), ("gpt2", 1)])
 def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int) -> None:
     """Trained on one conversation, the head must reach near the maximal accept length when decoding it.
 
@@ -139,7 +139,9 @@ def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int
     batch = make_batch([row], [hidden[0]], unroll, Needs())
     head = tiny_head(target)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    for _ in range(250):
+    steps = 400
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
         optimizer.zero_grad()
         out = head(batch, LossSpec(1.0, 1.0, 0.8))
         (out.loss_sum / out.weight_sum).backward()
