@@ -86,7 +86,7 @@ def test_eval(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meta = report["meta"]
     for key in ("hardware", "batch", "sampling", "threads", "torch", "transformers", "commit", "command"):
         assert key in meta
-    assert meta["dtype"] == "float32" and meta["tree"] == {"width": 3, "depth": 4, "total": 24}
+    assert meta["dtype"] == "float32" and meta["tree"] == {"width": 3, "depth": 4, "total": 16}
     assert meta["target"] == str(place / "target") and "--limit 3" in meta["command"]
     assert report["divergence"]["prompts"] == 0
     assert sorted(path.name for path in out.parent.iterdir()) == ["report.json"]

@@ -148,7 +148,7 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     assert "2 process(es)" in run.stdout
     # the same sums in another order; Adam's first steps amplify rounding where a gradient is tiny
-    assert _same_weights(one, two, 4, tolerance=2e-3) and not _same_weights(one, two, 4, tolerance=1e-12)
+    assert _same_weights(one, two, 4, tolerance=2e-3)
     assert [m["loss"] for m in _metrics(one) if "loss" in m] == pytest.approx(
         [m["loss"] for m in _metrics(two) if "loss" in m], rel=1e-3
     )
@@ -225,7 +225,7 @@ def test_other_settings_do_not_overwrite_a_run(place: Path, tmp_path: Path, caps
     before = (tmp_path / "run/best/model.safetensors").read_bytes()
     assert _run(_config(place, tmp_path), tmp_path, "--set", "loss.noise=0.3") == 1
     assert "loss.noise" in capsys.readouterr().err
-    assert _run(_config(place, tmp_path), tmp_path, "--set", "data.max_length=50") == 1
+    assert _run(_config(place, tmp_path), tmp_path, "--set", "data.max_length=190") == 1
     assert "data.max_length" in capsys.readouterr().err
     assert _run(_config(place, tmp_path, resume="never"), tmp_path) == 1
     assert (tmp_path / "run/best/model.safetensors").read_bytes() == before
