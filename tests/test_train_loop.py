@@ -138,7 +138,7 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     two.mkdir()
     (two / "config.yaml").write_text(json.dumps(_config(place, two, max_steps=4)))
     arguments = ["--config", str(two / "config.yaml")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29613"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(ROOT / "train/eagle.py"), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
