@@ -135,8 +135,8 @@ def make_rows(
 
 def _waves(data: DataConfig, conversations: Sequence[Conversation] | None) -> Iterator[Wave]:
     if conversations is None:
-        # More than enough for the token budget; a target that keeps nothing is given up on before.
-        for index in range(20 + 20 * data.tokens // data.batch_size):
+        # Enough if a twentieth of what could be decoded is kept; a target that keeps nothing is given up on before.
+        for index in range(20 + 20 * data.tokens // (data.batch_size * data.answer_tokens)):
             yield Wave(index, data.batch_size, None)
     else:
         # Rows of similar length share a wave, so that little is padding. The order is fixed by the rows alone.
