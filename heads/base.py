@@ -9,7 +9,7 @@ p is the target, q the draft. "Feature" is the target's hidden state after its f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,11 +91,17 @@ class TreePolicy:
                 )
 
 
+# Draws children for nodes of a tree: (draft logits [B, F, Vd], path tokens [B, F, D] below the root, children K)
+# -> tokens [B, F, K] in the order drawn, and q [B, F, V], the whole distribution they were drawn from.
+ChildSampler = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one target.
 
-    Decoding keeps a state per generation: `start` makes it, `commit` feeds it true target features of decided
-    tokens, `draft` proposes a tree below the last decided token without changing what is committed.
+    Decoding keeps a state per batch of generations: `start` makes it, `commit` feeds it true target features of
+    decided tokens, `draft` proposes a tree per row below its last decided token without changing what is committed.
+    Rows may commit different numbers of tokens; a row's drafts do not depend on the others.
     """
 
     config: HeadConfig
@@ -156,16 +162,28 @@ class DraftHead(nn.Module, ABC):
         """Loss over all steps of the batch; with `measure` also matches per step and accepted prefixes."""
 
     @abstractmethod
-    def start(self, capacity: int) -> Any:
-        """A decoding state for one row; `capacity` slots hold committed tokens and drafts together."""
+    def start(self, capacity: int, rows: int = 1) -> Any:
+        """A decoding state for `rows` rows; `capacity` slots per row hold committed tokens and drafts together."""
 
     @abstractmethod
-    def commit(self, state: Any, feature_1AH: Tensor, next_token_1A: Tensor) -> None:
-        """Appends decided tokens: feature of token i with token i + 1, for the next A positions."""
+    def commit(
+        self, state: Any, feature_BAF: Tensor, next_token_BA: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        """Appends decided tokens: feature of token i with token i + 1.
+
+        counts: how many of the A positions belong to each row (at least 1; the rest is padding). None: all.
+        """
 
     @abstractmethod
-    def draft(self, state: Any, root_token: int, policy: TreePolicy) -> DraftTree:
-        """A tree of proposals below the last committed token (`root_token`)."""
+    def draft(self, state: Any, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None) -> DraftTree:
+        """Trees of proposals below the last committed tokens (`root_B`).
+
+        Without a sampler children are the likeliest tokens (proposal "top_k"), else drawn by it ("sampled").
+        """
+
+    @abstractmethod
+    def keep_rows(self, state: Any, rows: Tensor) -> None:
+        """Keeps only these rows of the state, in this order."""
 
 
 def trainable_parameters(head: nn.Module) -> int:

@@ -1,11 +1,17 @@
-"""A key/value cache that writes in place and keeps an accepted tree path.
+"""A key/value cache that writes in place, at each row's own offset, and keeps an accepted tree path.
 
-transformers' own DynamicCache concatenates on every step, which copies the whole cache. Here every layer owns one
-buffer of fixed capacity; new keys go to the next free slots, and attention sees a view of the filled part.
+transformers' own DynamicCache concatenates on every step, which copies the whole cache. Here all layers of one shape
+share one buffer of fixed capacity; a pass writes its keys behind what each row has committed, attention sees a view of
+the filled part, and a commit moves the accepted slots of all layers at once.
+
+Slots are positions: row b's token p lies in slot p. A batch has no holes, whatever each row accepted.
+
+Shapes: B rows, N tokens of a pass, S slots, A slots of an accepted path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,114 +20,194 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: [B, Hkv, capacity, hd], the first `length` slots filled."""
+    """Keys and values of one layer: [B, Hkv, capacity, hd], views of the buffer its cache owns."""
 
     is_croppable = True
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, cache: SlotCache) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.length = 0
+        self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device = key_states.device
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.keys = self._cache.buffer(key_states)
+        self.values = self._cache.buffer(value_states)
         self.is_initialized = True
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        batch, heads, _, dim = like.shape
-        return torch.empty(batch, heads, self.capacity, dim, dtype=like.dtype, device=like.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        end = self.length + key_states.shape[-2]
-        assert end <= self.capacity, f"cache of {self.capacity} slots asked for {end}; size it at the start"
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self._cache.write(self.keys, key_states), self._cache.write(self.values, value_states)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.length + int(query_length), 0
+        return self._cache.length + int(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self._cache.length
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self._cache.capacity
 
     def get_max_cache_shape(self) -> int:  # the name of get_max_length in older releases
-        return self.capacity
-
-    def crop(self, tokens_to_remove: int) -> None:
-        assert tokens_to_remove <= 0, "crop takes the number of slots to drop, as a negative count"
-        self.length += tokens_to_remove
+        return self._cache.capacity
 
 
 class SlotCache(Cache):
-    """One `SlotLayer` per target layer; passed to the model as its cache."""
+    """One `SlotLayer` per target layer; passed to the model as its cache.
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[SlotLayer(capacity) for _ in range(num_layers)])
-        self.capacity = capacity
+    A pass writes at `lengths`; `advance` after it (the target adapter does that) makes its tokens part of the rows;
+    `commit` takes back what was not accepted.
+
+    Args:
+        rows: batch size B, fixed until `keep_rows`.
+        static: always hand out the whole capacity, and write by index, so that shapes never change (compiled passes).
+    """
+
+    def __init__(self, num_layers: int, capacity: int, rows: int = 1, static: bool = False) -> None:
+        self.capacity, self.static = capacity, static
+        self.lengths = [0] * rows  # slots filled, per row
+        self._buffers: dict[Any, list[Tensor]] = {}  # (shape, dtype, device) of a layer's keys -> [part, B, Hkv, S, hd]
+        self._parts: dict[Any, int] = {}
+        self._slot_BN: Tensor | None = None  # where a static pass writes
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Filled slots of the longest row."""
+        return max(self.lengths)
+
+    def buffer(self, like: Tensor) -> Tensor:
+        """Zeroed memory for one layer's keys or values. Zeroed, because hidden slots are still multiplied (by 0)."""
+        rows, heads, _, dim = like.shape
+        assert rows == len(self.lengths), f"cache of {len(self.lengths)} rows got {rows}"
+        key = (heads, dim, like.dtype, like.device)
+        buffers, part = self._buffers.setdefault(key, []), self._parts.get(key, 0)
+        group = 2 * len(self.layers)
+        if part % group == 0:
+            shape = (group, rows, heads, self.capacity, dim)
+            buffers.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        self._parts[key] = part + 1
+        return buffers[-1][part % group]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that is allocated."""
+        return sum(b.numel() * b.element_size() for buffers in self._buffers.values() for b in buffers)
+
+    def place(self, slot_BN: Tensor) -> None:
+        """Where the next static pass writes, as a tensor, so that no shape or constant changes from pass to pass."""
+        self._slot_BN = slot_BN
+
+    def write(self, memory: Tensor, new: Tensor) -> Tensor:
+        """Writes [B, Hkv, N, hd] behind every row's tokens; returns what attention sees, [B, Hkv, S, hd]."""
+        if not self.static:
+            write_slots(memory, new, self.lengths)
+            return memory[:, :, : self.length + new.shape[2]]
+        slot_BN = self._slot_BN
+        assert slot_BN is not None, "place() comes before a static pass"
+        if slot_BN.shape[0] == 1:
+            return memory.index_copy_(2, slot_BN[0], new)
+        row_B1 = torch.arange(slot_BN.shape[0], device=memory.device)[:, None]
+        memory[row_B1, :, slot_BN] = new.transpose(1, 2)
+        return memory
+
+    def advance(self, count: int) -> None:
+        """The pass of `count` tokens is over: they belong to the rows until a commit says otherwise."""
+        self.lengths = [length + count for length in self.lengths]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Drops everything behind these lengths, per row (after a prefill of padded rows)."""
+        assert len(lengths) == len(self.lengths), f"{len(lengths)} lengths for {len(self.lengths)} rows"
+        self.lengths = list(lengths)
+
+    def commit(self, bases: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keeps the slots base + path[i] (increasing) as slots base .. base + len(path) and drops what follows.
+
+        Per row: `base` is the length before the tree was scored, `path` the accepted node indices within the tree.
+        """
+        # Slots before the first gap are in place already.
+        first = min(_gap(path) for path in paths)
+        longest = max(len(path) for path in paths)
+        if first < longest:
+            self._move(bases, paths, first, longest)
+        self.set_lengths([base + len(path) for base, path in zip(bases, paths, strict=True)])
+
+    def _move(self, bases: Sequence[int], paths: Sequence[Sequence[int]], first: int, longest: int) -> None:
+        # Shorter rows are padded with moves of a slot onto itself.
+        source = [[p[i] if i < len(p) else i for i in range(first, longest)] for p in paths]
+        for (*_, device), buffers in self._buffers.items():
+            for memory in buffers:
+                if len(bases) == 1:
+                    index = torch.tensor(source[0], device=device) + bases[0]
+                    # index_select copies first, so overlapping source and destination are safe
+                    memory[:, 0, :, bases[0] + first : bases[0] + longest] = memory[:, 0].index_select(2, index)
+                    continue
+                base_B1 = torch.tensor(bases, device=device)[:, None]
+                row_B1 = torch.arange(len(bases), device=device)[:, None]
+                to_BA = base_B1 + torch.arange(first, longest, device=device)
+                from_BA = base_B1 + torch.tensor(source, device=device)
+                memory[:, row_B1, :, to_BA] = memory[:, row_B1, :, from_BA]
+
+    def write_rows(self, start: int, part: SlotCache) -> None:
+        """Copies the filled slots of `part`, and its lengths, into rows start .. start + its rows."""
+        rows, end = len(self.lengths), start + len(part.lengths)
+        for mine, theirs in zip(self.layers, part.layers, strict=True):
+            if not (isinstance(theirs, SlotLayer) and theirs.is_initialized):
+                continue
+            assert theirs.keys is not None and theirs.values is not None
+            if not mine.is_initialized:
+                mine.lazy_initialization(
+                    theirs.keys[:1].expand(rows, -1, -1, -1), theirs.values[:1].expand(rows, -1, -1, -1)
+                )
+            assert mine.keys is not None and mine.values is not None
+            mine.keys[start:end, :, : part.length] = theirs.keys[:, :, : part.length]
+            mine.values[start:end, :, : part.length] = theirs.values[:, :, : part.length]
+        self.lengths[start:end] = part.lengths
 
     def _slots(self) -> list[SlotLayer]:
         # Layers that share another layer's keys are never written and have nothing to move.
         return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
 
-    @property
-    def length(self) -> int:
-        """Filled slots (the same in every layer)."""
-        slots = self._slots()
-        return slots[0].length if slots else 0
-
-    def commit(self, base: int, path: list[int]) -> None:
-        """Keeps the slots base + path[i] (increasing) as slots base .. base + len(path) and drops what follows.
-
-        `base` is the length before the tree was scored; `path` are node indices within the tree. Batch of any size,
-        the same path for every row.
-        """
-        contiguous = path == list(range(len(path)))
-        for layer in self._slots():
-            if not contiguous:
-                assert layer.keys is not None and layer.values is not None
-                index = torch.tensor(path, device=layer.keys.device) + base
-                for buffer in (layer.keys, layer.values):
-                    # index_select copies first, so overlapping source and destination are safe
-                    buffer[:, :, base : base + len(path)] = buffer.index_select(2, index)
-            layer.length = base + len(path)
-
-    def write_rows(self, start: int, batch: int, part: SlotCache) -> None:
-        """Copies the filled slots of `part` into rows start .. start + rows of this cache of `batch` rows."""
-        for mine, theirs in zip(self.layers, part.layers, strict=True):
-            if not (isinstance(mine, SlotLayer) and isinstance(theirs, SlotLayer) and theirs.is_initialized):
-                continue
-            assert theirs.keys is not None and theirs.values is not None
-            if not mine.is_initialized:
-                mine.lazy_initialization(
-                    theirs.keys[:1].expand(batch, -1, -1, -1), theirs.values[:1].expand(batch, -1, -1, -1)
-                )
-            assert mine.keys is not None and mine.values is not None
-            end = start + theirs.keys.shape[0]
-            mine.keys[start:end, :, : theirs.length] = theirs.keys[:, :, : theirs.length]
-            mine.values[start:end, :, : theirs.length] = theirs.values[:, :, : theirs.length]
-            mine.length = theirs.length
-
     def keep_rows(self, rows: Tensor) -> None:
-        """Keeps only these batch rows, in this order."""
-        for layer in self._slots():
-            assert layer.keys is not None and layer.values is not None
-            layer.keys = _rows(layer.keys, rows, layer.length)
-            layer.values = _rows(layer.values, rows, layer.length)
+        """Keeps only these batch rows, in this order; only filled slots are copied."""
+        filled, kept = self.length, rows.tolist()
+        old, self._buffers, self._parts = self._slots(), {}, {}
+        self.lengths = [self.lengths[row] for row in kept]
+        for layer in old:
+            for name in ("keys", "values"):
+                memory: Tensor = getattr(layer, name)
+                fresh = self.buffer(memory[:1].expand(len(kept), -1, -1, -1))
+                fresh[:, :, :filled] = memory[:, :, :filled].index_select(0, rows.to(memory.device))
+                setattr(layer, name, fresh)
 
 
-def _rows(buffer: Tensor, rows: Tensor, length: int) -> Tensor:
-    """New buffer with the chosen rows; only the filled slots are copied."""
-    out = torch.empty(len(rows), *buffer.shape[1:], dtype=buffer.dtype, device=buffer.device)
-    torch.index_select(buffer[:, :, :length], 0, rows, out=out[:, :, :length])
-    return out
+def visible_slots(block_BNM: Tensor, length_B: Tensor, end: int) -> Tensor:
+    """Which of `end` slots each of N tokens may see, bool [B, N, end]: all committed ones, then its block's.
+
+    block_BNM: bool, visibility among the M slots behind row b's `length_B[b]` committed ones.
+    """
+    rows, count, block = block_BNM.shape
+    behind_BS = torch.arange(end, device=length_B.device) - length_B[:, None]
+    index_BNS = behind_BS.clamp(0, block - 1)[:, None].expand(rows, count, end)
+    in_block_BNS = block_BNM.gather(2, index_BNS) & (behind_BS < block)[:, None]
+    return torch.where((behind_BS < 0)[:, None], True, in_block_BNS)
+
+
+def write_slots(memory: Tensor, new: Tensor, lengths: Sequence[int], offset: int = 0) -> None:
+    """Writes [B, Hkv, N, hd] into slots lengths[b] + offset .. of every row b of `memory` [B, Hkv, S, hd]."""
+    count, low, high = new.shape[2], min(lengths) + offset, max(lengths) + offset
+    assert high + count <= memory.shape[2], f"cache of {memory.shape[2]} slots asked for {high + count}; size it first"
+    if low == high:
+        memory[:, :, low : low + count] = new
+        return
+    start_B1 = torch.tensor(lengths, device=memory.device)[:, None] + offset
+    row_B1 = torch.arange(len(lengths), device=memory.device)[:, None]
+    memory[row_B1, :, start_B1 + torch.arange(count, device=memory.device)] = new.transpose(1, 2)
+
+
+def _gap(path: Sequence[int]) -> int:
+    """Index of the first entry that is not already in its place."""
+    return next((i for i, node in enumerate(path) if node != i), len(path))

@@ -6,6 +6,8 @@ import difflib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 FORMAT_VERSION = 1
 
 
@@ -41,25 +43,32 @@ class HeadConfig:
         draft_vocab_size: int | None = None,
         embedding_scale: float = 1.0,
     ) -> HeadConfig:
-        """From a transformers (text) config. Absolute-position targets such as GPT-2 get default RoPE in the head."""
+        """From a transformers (text) config, whatever its attention, positions and norms are.
+
+        The head is always a Llama-style layer: full attention, rotary positions over the whole head dimension, and
+        heads as many as the target's.
+        """
+        # The features' width: what the LM head reads, which a model may project its hidden states to (OPT).
+        width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
         heads = config.num_attention_heads
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope and "rope_type" not in rope:  # one entry per layer type: the head has full attention
-            rope = rope.get("full_attention") or next(iter(rope.values()))
-        rope = {key: value for key, value in rope.items() if value is not None}
+        kv_heads = _first(config, "num_key_value_heads", "num_kv_heads") or heads
+        head_dim = getattr(config, "head_dim", None)
+        if not head_dim or getattr(config, "qk_rope_head_dim", None):  # latent attention: that is only the rotary part
+            head_dim = width // heads
+        head_dim += head_dim % 2  # rotary embedding turns pairs
         return cls(
             kind=kind,
             target=target,
             target_revision=revision,
             vocab_size=vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=_first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * config.hidden_size,
+            hidden_size=width,
+            intermediate_size=_first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * width,
             num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rms_norm_eps=float(_first(config, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") or 1e-5),
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
-            max_position_embeddings=config.max_position_embeddings,
+            num_key_value_heads=kv_heads if heads % kv_heads == 0 else heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(_first(config, *_EPS) or 1e-5),
+            rope_parameters=_rope(config, head_dim),
+            max_position_embeddings=_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048,
             draft_vocab_size=draft_vocab_size,
             embedding_scale=embedding_scale,
         )
@@ -89,5 +98,21 @@ class HeadConfig:
         return cls(**data)
 
 
+_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+
+
 def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _rope(config: Any, head_dim: int) -> dict[str, Any]:
+    """The target's rotary settings, over the whole head; the default ones where it has none, or none that fit."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope and all(isinstance(value, dict) for value in rope.values()):  # one entry per layer type
+        rope = rope.get("full_attention") or next(iter(rope.values()))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **{k: v for k, v in rope.items() if v is not None}}
+    rope.pop("partial_rotary_factor", None)
+    pairs = {len(rope[name]) for name in ("short_factor", "long_factor") if name in rope}  # a factor per pair
+    if rope["rope_type"] not in ROPE_INIT_FUNCTIONS or pairs - {head_dim // 2}:
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope

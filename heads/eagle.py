@@ -12,15 +12,16 @@ without bias, input order [embedding, feature], `layers.0` without input norm, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy, head_dtype
+from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy, head_dtype
+from heads.cache import visible_slots, write_slots
 from heads.config import HeadConfig
-from heads.growing import grow_tree
+from heads.growing import grow_sampled_tree, grow_tree
 from heads.layers import DecoderLayer, attend, attend_unrolled, rotary
 from heads.losses import best_token, feature_loss_sum, soft_ce_sum
 from heads.tree import DraftTree, additive_mask
@@ -28,12 +29,12 @@ from heads.tree import DraftTree, additive_mask
 
 @dataclass
 class EagleState:
-    """Keys and values of one generation: [1, kv_heads, slots, hd], `length` of them committed (true features)."""
+    """Keys and values of a batch: [B, kv_heads, slots, hd], `lengths` of them committed (true features) per row."""
 
     keys: Tensor
     values: Tensor
-    length: int = 0
-    last_11H: Tensor | None = None  # head output at the last committed position
+    lengths: list[int]
+    last_B1H: Tensor | None = None  # head output at the last committed position
 
 
 class EagleHead(DraftHead):
@@ -111,55 +112,81 @@ class EagleHead(DraftHead):
 
     def fuse(self, token: Tensor, feature: Tensor) -> Tensor:
         """fc([embedding of the next token, feature]): [.., H]."""
-        embedding = self.target.embedding(token).to(feature.dtype) * self.config.embedding_scale
+        embedding = self.target.embed(token).to(feature.dtype) * self.config.embedding_scale
         return self.fc(torch.cat([embedding, feature], -1))
 
     # ---- decoding ------------------------------------------------------------------------------------------
 
-    def start(self, capacity: int) -> EagleState:
+    def start(self, capacity: int, rows: int = 1) -> EagleState:
         attn = self.layer.self_attn
-        shape = (1, attn.kv_heads, capacity, attn.head_dim)
+        shape = (rows, attn.kv_heads, capacity, attn.head_dim)
         weight = self.fc.weight
+        # zeros: slots that a row does not see are still multiplied (by 0)
         return EagleState(
-            torch.empty(shape, dtype=weight.dtype, device=weight.device),
-            torch.empty(shape, dtype=weight.dtype, device=weight.device),
+            torch.zeros(shape, dtype=weight.dtype, device=weight.device),
+            torch.zeros(shape, dtype=weight.dtype, device=weight.device),
+            [0] * rows,
         )
 
     @torch.inference_mode()
-    def commit(self, state: EagleState, feature_1AH: Tensor, next_token_1A: Tensor) -> None:
-        count = next_token_1A.shape[1]
-        device = next_token_1A.device
-        slots = torch.arange(state.length + count, device=device)
-        visible = slots <= slots[state.length :, None]
-        out = self._decode(state, feature_1AH, next_token_1A, slots[None, state.length :], visible[None], state.length)
-        state.length += count
-        # Not out[:, -1:]: that keeps a longer row's stride, with which a CPU's bf16 LM head is 25x slower.
-        state.last_11H = out[0, -1][None, None]
+    def commit(
+        self, state: EagleState, feature_BAF: Tensor, next_token_BA: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        rows, count = next_token_BA.shape
+        counts = [count] * rows if counts is None else counts
+        device = next_token_BA.device
+        x = self.fuse(next_token_BA, feature_BAF.to(head_dtype(self)))
+        length_B = torch.tensor(state.lengths, device=device)
+        position_BA = length_B[:, None] + torch.arange(count, device=device)
+        cos, sin = self.rope(x, position_BA)
+        self._store(state, *self.layer.keys_values(x, (cos, sin)), offset=0)
+        # Only the last decided token's output is needed. Picked by index: a slice would keep a longer row's stride,
+        # with which a CPU's bf16 LM head is 25x slower.
+        row_B, last_B = torch.arange(rows, device=device), torch.tensor(counts, device=device) - 1
+        x, rope = x[row_B, last_B][:, None], (cos[row_B, last_B][:, None], sin[row_B, last_B][:, None])
+        state.lengths = [length + n for length, n in zip(state.lengths, counts, strict=True)]
+        end = max(state.lengths)
+        mask = None
+        if min(state.lengths) != end:  # else the last token sees all there is
+            visible_BS = torch.arange(end, device=device) < (length_B + last_B + 1)[:, None]
+            mask = additive_mask(visible_BS[:, None], x.dtype)
+        state.last_B1H = self._attend(state, x, self.layer.query(x, rope), end, mask)
 
     @torch.inference_mode()
-    def draft(self, state: EagleState, root_token: int, policy: TreePolicy) -> DraftTree:
-        assert state.last_11H is not None, "commit comes before draft"
+    def draft(
+        self, state: EagleState, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
+    ) -> DraftTree:
+        assert state.last_B1H is not None, "commit comes before draft"
+        length_B = torch.tensor(state.lengths, device=root_B.device)
+        ragged = min(state.lengths) != max(state.lengths)
 
-        def expand(feature_1WH: Tensor, token_1W: Tensor, level: int, visible_WS: Tensor) -> Tensor:
-            # visible_WS: which drafted slots each node sees; the committed ones are visible to all
-            width, drafted = visible_WS.shape
-            committed = visible_WS.new_ones(width, state.length)
-            visible = torch.cat([committed, visible_WS], -1)[None]
-            position = torch.full_like(token_1W, state.length + level - 1)
-            start = state.length + drafted - width
-            return self._decode(state, feature_1WH, token_1W, position, visible, start)
+        def expand(feature_BWH: Tensor, token_BW: Tensor, level: int, seen_BWS: Tensor) -> Tensor:
+            # seen_BWS: which drafted slots each node sees; the committed ones are visible to all
+            drafted = seen_BWS.shape[2]
+            x = self.fuse(token_BW, feature_BWH.to(head_dtype(self)))
+            position_BW = (length_B[:, None] + level - 1).expand_as(token_BW)
+            q, keys, values = self.layer.qkv(x, self.rope(x, position_BW))
+            self._store(state, keys, values, offset=drafted - token_BW.shape[1])
+            end = max(state.lengths) + drafted
+            if ragged:
+                visible = visible_slots(seen_BWS, length_B, end)
+            else:
+                visible = torch.cat([seen_BWS.new_ones(*seen_BWS.shape[:2], end - drafted), seen_BWS], -1)
+            return self._attend(state, x, q, end, additive_mask(visible, x.dtype))
 
-        return grow_tree(root_token, state.last_11H, policy, expand, self.draft_logits, self.draft_ids)
+        if sampler is not None:
+            return grow_sampled_tree(root_B, state.last_B1H, policy, expand, self.draft_logits, sampler)
+        return grow_tree(root_B, state.last_B1H, policy, expand, self.draft_logits, self.draft_ids)
 
-    def _decode(
-        self, state: EagleState, feature: Tensor, token: Tensor, position: Tensor, visible_1NS: Tensor, start: int
-    ) -> Tensor:
-        """One pass; keys go to slots `start`.. of the state. Returns the head's outputs [1, N, H]."""
-        dtype = head_dtype(self)
-        x = self.fuse(token, feature.to(dtype))
-        q, key, value = self.layer.qkv(x, self.rope(x, position))
-        end = start + token.shape[1]
-        assert end <= state.keys.shape[2], f"draft cache of {state.keys.shape[2]} slots asked for {end}"
-        state.keys[:, :, start:end], state.values[:, :, start:end] = key, value
-        mask = additive_mask(visible_1NS, dtype)
-        return self.layer.finish(x, attend(q, state.keys[:, :, :end], state.values[:, :, :end], mask))
+    def keep_rows(self, state: EagleState, rows: Tensor) -> None:
+        state.lengths = [state.lengths[row] for row in rows.tolist()]
+        state.keys, state.values = state.keys[rows], state.values[rows]
+        state.last_B1H = None if state.last_B1H is None else state.last_B1H[rows]
+
+    def _store(self, state: EagleState, keys: Tensor, values: Tensor, offset: int) -> None:
+        write_slots(state.keys, keys, state.lengths, offset)
+        write_slots(state.values, values, state.lengths, offset)
+
+    def _attend(self, state: EagleState, x: Tensor, q: Tensor, end: int, mask: Tensor | None) -> Tensor:
+        attended = attend(q, state.keys[:, :, :end], state.values[:, :, :end], mask)
+        return self.layer.finish(x, attended)

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
 
 from heads.config import HeadConfig
 
@@ -56,15 +61,26 @@ class DecoderLayer(nn.Module):
 
     def qkv(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, heads, T, hd], rotated keys and values [B, kv_heads, T, hd]."""
-        if hasattr(self, "input_layernorm"):
-            x_BTI = self.input_layernorm(x_BTI)
+        x_BTI = self.normed(x_BTI)
         attn = self.self_attn
-        shape = (*x_BTI.shape[:-1], -1, attn.head_dim)
-        q = attn.q_proj(x_BTI).view(shape).transpose(1, 2)
-        k = attn.k_proj(x_BTI).view(shape).transpose(1, 2)
-        v = attn.v_proj(x_BTI).view(shape).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q, k, *rope)
-        return q, k, v
+        q, k = apply_rotary_pos_emb(self._split(attn.q_proj(x_BTI)), self._split(attn.k_proj(x_BTI)), *rope)
+        return q, k, self._split(attn.v_proj(x_BTI))
+
+    def query(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """The queries of `qkv` alone."""
+        return _rotate(self._split(self.self_attn.q_proj(self.normed(x_BTI))), rope)
+
+    def keys_values(self, x_BTI: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The keys and values of `qkv` alone."""
+        x_BTI = self.normed(x_BTI)
+        keys = _rotate(self._split(self.self_attn.k_proj(x_BTI)), rope)
+        return keys, self._split(self.self_attn.v_proj(x_BTI))
+
+    def normed(self, x_BTI: Tensor) -> Tensor:
+        return self.input_layernorm(x_BTI) if hasattr(self, "input_layernorm") else x_BTI
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.self_attn.head_dim).transpose(1, 2)
 
     def finish(self, residual_BTH: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residual and MLP. attended: [B, heads, T, hd]."""
@@ -73,11 +89,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rope
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped attention with an additive mask [B, 1, T, S] (None: causal, T = S). Returns [B, heads, T, hd]."""
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    """Grouped attention with an additive mask [B, 1, T, S] (None: all is visible). Returns [B, heads, T, hd]."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def attend_unrolled(q: Tensor, k0: Tensor, v0: Tensor, chain: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:

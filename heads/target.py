@@ -5,6 +5,7 @@ Shapes: B rows, N query tokens, S key slots (filled cache + N), T sequence lengt
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+)
 from transformers.masking_utils import sdpa_mask
 
 from heads.cache import SlotCache
 from heads.embedded import resolve_target
-from heads.tree import additive_mask
+from heads.masks import LayerMasks, Masks
 
 _GQA_SDPA = "draftsmith_gqa_sdpa"
 
@@ -56,11 +63,22 @@ AttentionMaskInterface.register(_GQA_SDPA, sdpa_mask)  # for calls with a 2-D pa
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits_BNV: of the kept positions. hidden_BNH: all positions, after the final norm. taps: layer -> [B,N,H]."""
+    """logits_BNV: of the kept positions. hidden_BNH: all positions, after the final norm. taps: layer -> [B,N,H].
+
+    All on the target's `head_device`.
+    """
 
     logits_BNV: Tensor
     hidden_BNH: Tensor
     taps: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class ExactLimit:
+    """Beyond this many cache slots (tree included) a tree's logits are not those of its paths, for this reason."""
+
+    slots: int
+    reason: str
 
 
 class TargetAdapter:
@@ -71,26 +89,34 @@ class TargetAdapter:
         taps: layers whose output (0-based, before the final norm) is wanted with every pass;
             `taps[k]` equals transformers' `hidden_states[k + 1]` (except after the last layer, which that tuple norms).
         name: how the target was named by the user, for provenance.
+
+    Attributes:
+        masks: the mask of every kind of layer (`heads.masks`).
+        hidden_size: width of the features, which the LM head reads; taps are `config.hidden_size` wide.
     """
 
     def __init__(self, model: Any, taps: Sequence[int] = (), name: str = "", revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config()
-        self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.embedding: Any = model.get_input_embeddings()
         self.lm_head: Any = model.get_output_embeddings()
         if self.lm_head is None:
             raise ValueError(f"target.path: {name or type(model).__name__} has no LM head; a causal LM is needed")
-        self.vocab_size: int = self.lm_head.weight.shape[0]
+        # A quantised weight may be packed into another shape; the module knows its sizes.
+        rows, columns = self.lm_head.weight.shape[0], self.lm_head.weight.shape[-1]
+        self.vocab_size: int = getattr(self.lm_head, "out_features", rows)
+        self.hidden_size: int = getattr(self.lm_head, "in_features", columns)
+        self.masks = LayerMasks(self.config)
+        self.decoder, self._layers = _decoder(model, self.num_layers)
         self._hidden: Tensor | None = None
         self._taps: dict[int, Tensor] = {}
         self.tap_layers: tuple[int, ...] = ()
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        model.base_model.register_forward_hook(self._store_hidden)
+        self.decoder.register_forward_hook(self._store_hidden)
         self.tap(taps)
         self._avoid_repeated_keys()
 
@@ -101,62 +127,88 @@ class TargetAdapter:
         *,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
+        device_map: str | dict[str, Any] | None = None,
+        quantize: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         cache_dir: str | None = None,
         taps: Sequence[int] = (),
     ) -> TargetAdapter:
-        """Loads "embedded", a hub id or a local directory.
+        """Loads "embedded", a hub id or a local directory, quantised checkpoints included.
+
+        Args:
+            device_map: spreads the layers over devices, as transformers does; `device` is then not used.
+            quantize: "4bit" or "8bit" makes transformers quantise the weights while loading (bitsandbytes).
 
         Raises:
-            ValueError: nothing loadable at `path` (with the library's reason).
+            ValueError: nothing loadable at `path`, or not in this form (with the library's reason).
         """
+        source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        kwargs: dict[str, Any] = {} if quantize is None else {"quantization_config": _bits(quantize)}
         try:
+            directory = resolve_target(path, cache_dir)
+            stored = getattr(AutoConfig.from_pretrained(directory, **source), "quantization_config", None)
+            if device_map is None and (kwargs or stored is not None):
+                device_map = {"": str(device)}  # quantised weights are placed while loading, and may not be moved later
             model: Any = AutoModelForCausalLM.from_pretrained(
-                resolve_target(path, cache_dir),
+                directory,
                 dtype=dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
-                revision=revision,
-                trust_remote_code=trust_remote_code,
+                device_map=device_map,
+                **source,
+                **kwargs,
             )
-        except OSError as error:
+        except (OSError, ImportError) as error:
             raise ValueError(f"target.path: cannot load {path!r} as a causal LM: {error}") from error
-        model = model.to(device)
-        if model.device.type == "cpu":
-            # Weights mapped from the file start at odd addresses; aligned copies make small products 10 % faster.
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
+        if device_map is None:
+            model = model.to(device)
+            if model.device.type == "cpu":
+                # Weights mapped from the file start at odd addresses; aligned copies make small products 10 % faster.
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
         return cls(model, taps, name=path, revision=revision)
 
     def tap(self, layers: Sequence[int]) -> None:
         """Reads these layers' outputs with every pass from now on, besides those read already."""
         for k in layers:
             if k not in self.tap_layers:
-                _layer(self.model, k).register_forward_hook(self._store_tap(k))
+                if not 0 <= k < len(self._layers):
+                    raise ValueError(f"no decoder layer {k}: {type(self.model).__name__} has {self.num_layers}")
+                self._layers[k].register_forward_hook(self._store_tap(k))
                 self.tap_layers = (*self.tap_layers, k)
 
     def _avoid_repeated_keys(self) -> None:
         heads = getattr(self.config, "num_attention_heads", 1)
-        grouped = getattr(self.config, "num_key_value_heads", heads) != heads
+        grouped = getattr(self.config, "num_key_value_heads", heads) not in (None, heads)
         capped = getattr(self.config, "attn_logit_softcapping", None) is not None
-        if grouped and not capped and self.config._attn_implementation == "sdpa" and self.device.type == "cpu":
+        through_interface = getattr(self.model, "_supports_attention_backend", False)
+        sdpa = self.config._attn_implementation == "sdpa"
+        if grouped and not capped and through_interface and sdpa and self.device.type == "cpu":
             self.model.set_attn_implementation(_GQA_SDPA)
 
     def _store_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        self._hidden = hidden.to(self.head_device)
 
     def _store_tap(self, k: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._taps[k] = output[0] if isinstance(output, tuple) else output
+            self._taps[k] = (output[0] if isinstance(output, tuple) else output).to(self.head_device)
 
         return hook
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        """Where inputs, positions and masks go."""
+        return _device_of(self.embedding)
+
+    @property
+    def head_device(self) -> torch.device:
+        """Where logits, features and taps come out, and where draft heads live. One device: the same as `device`."""
+        return _device_of(self.lm_head)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        """Of the activations. The first parameter's may be a storage format (fp8) in a quantised model."""
+        return self.embedding.weight.dtype
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -167,45 +219,85 @@ class TargetAdapter:
                 return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
         return frozenset()
 
-    def new_cache(self, capacity: int) -> SlotCache:
-        return SlotCache(self.num_layers, capacity)
+    @property
+    def exact_limit(self) -> ExactLimit | None:
+        """What no probe of a short row can see: rules that change with length and look at more than positions."""
+        limits: list[ExactLimit] = []
+        if "local" in (getattr(self.config, "attention_layers", None) or ()):
+            limits.append(ExactLimit(self.config.window_size, "its local attention counts cache slots, not positions"))
+        if getattr(self.config, "attn_temperature_tuning", False):
+            slots = self.config.floor_scale - 1
+            limits.append(ExactLimit(slots, "its attention temperature goes by cache slots, not positions"))
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            if part.get("rope_type") == "longrope":
+                slots = part["original_max_position_embeddings"]
+                limits.append(ExactLimit(slots, "its rotary frequencies change with the longest position of a pass"))
+        return min(limits, key=lambda limit: limit.slots, default=None)
+
+    def new_cache(self, capacity: int, rows: int = 1) -> SlotCache:
+        return SlotCache(self.num_layers, capacity, rows)
+
+    @functools.cached_property
+    def cache_bytes_per_slot(self) -> int:
+        """Keys and values of one token in all layers, measured on one pass over one token."""
+        cache = self.new_cache(1)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        seen = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
+        self.forward(zero, zero, self.masks.build(seen, zero, zero, self.dtype), cache)
+        return cache.bytes
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest row that the model can represent, in tokens; None if its config does not say."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return limit if isinstance(limit, int) else None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings [..., H] of token ids, on `head_device`."""
+        return self.embedding(token_ids.to(self.device)).to(self.head_device)
 
     @torch.inference_mode()
     def forward(
         self,
         ids_BN: Tensor,
         position_BN: Tensor,
-        mask_B1NS: Tensor,
+        masks: Masks,
         cache: SlotCache,
-        keep_last: int = 0,
+        keep: Sequence[int] | None = None,
     ) -> TargetOutput:
         """One pass over N new tokens per row, appended to the cache.
 
         Args:
-            mask_B1NS: additive float mask in the model's dtype (0 where visible, finfo.min elsewhere); a boolean
-                mask would be silently wrong under eager attention.
-            keep_last: logits of the last k positions only; 0 means all.
+            masks: additive float masks [B, 1, N, S] in the model's dtype (0 where visible, finfo.min elsewhere), as
+                `self.masks` builds them: one, or one per kind of layer. A boolean mask would be silently wrong under
+                eager attention.
+            keep: columns whose logits are wanted; None means all.
         """
-        assert mask_B1NS.is_floating_point() and mask_B1NS.shape[-1] == cache.length + ids_BN.shape[1], "mask shape"
+        slots = cache.capacity if cache.static else cache.length + ids_BN.shape[1]
+        for mask in masks.values() if isinstance(masks, dict) else (masks,):
+            assert mask.is_floating_point() and mask.shape[-1] == slots, "mask shape"
         kwargs: dict[str, Any] = {self._cache_name: cache}
-        if self._keeps_logits and keep_last:
+        if self._keeps_logits and keep is not None:
             # As an index, not a count: a count makes a strided view, on which a CPU's bf16 LM head is 100x slower.
-            kwargs["logits_to_keep"] = torch.arange(ids_BN.shape[1] - keep_last, ids_BN.shape[1], device=ids_BN.device)
-        out = self.model(input_ids=ids_BN, position_ids=position_BN, attention_mask=mask_B1NS, use_cache=True, **kwargs)
-        assert self._hidden is not None, "the base model's hook did not run"
-        logits = out.logits[:, -keep_last:] if keep_last else out.logits
-        return TargetOutput(logits, self._hidden, dict(self._taps))
+            kwargs["logits_to_keep"] = torch.tensor(keep, device=ids_BN.device)
+        out = self.model(input_ids=ids_BN, position_ids=position_BN, attention_mask=masks, use_cache=True, **kwargs)
+        cache.advance(ids_BN.shape[1])
+        assert self._hidden is not None, "the decoder's hook did not run"
+        logits = out.logits if keep is None or self._keeps_logits else out.logits[:, list(keep)]
+        return TargetOutput(logits.to(self.head_device), self._hidden, dict(self._taps))
 
     @torch.inference_mode()
     def hidden_states(self, ids_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, T, H], of right-padded rows, without cache or logits."""
-        causal = torch.ones(ids_BT.shape[1], ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device).tril()
+        length = ids_BT.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=ids_BT.device).tril()
         visible = causal & valid_BT[:, None, :]
-        visible |= torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)  # no fully masked row
-        positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        mask = additive_mask(visible, self.dtype)
-        self.model.base_model(input_ids=ids_BT, position_ids=positions, attention_mask=mask, use_cache=False)
-        assert self._hidden is not None, "the base model's hook did not run"
+        visible |= torch.eye(length, dtype=torch.bool, device=ids_BT.device)  # no fully masked row
+        positions = torch.arange(length, device=ids_BT.device).expand_as(ids_BT)
+        masks = self.masks.build(visible, positions, positions, self.dtype)
+        self.decoder(input_ids=ids_BT, position_ids=positions, attention_mask=masks, use_cache=False)
+        assert self._hidden is not None, "the decoder's hook did not run"
         return self._hidden
 
     def features(self, ids_BT: Tensor, valid_BT: Tensor, taps: Sequence[int] = ()) -> Tensor:
@@ -219,14 +311,27 @@ class TargetAdapter:
         Models that scale or cap their logits outside the LM head are handled by their config's own fields;
         `check_head_path` proves that this is the model's whole head path.
         """
-        return self._scaled(self.lm_head(hidden.to(self.lm_head.weight.dtype)))
+        return self._scaled(self.lm_head(hidden.to(self._head_dtype)))
 
     def logits_of_tokens(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
-        """`logits` for these token ids only, [..., H] to [..., len(token_ids)]; copies their rows of the LM head."""
-        weight = self.lm_head.weight.detach()[token_ids]
+        """`logits` for these token ids only, [..., H] to [..., len(token_ids)]; copies their rows of the LM head.
+
+        Where the LM head is quantised or offloaded there are no rows to copy: then all logits are made and selected.
+        """
+        weight = self.lm_head.weight.detach()
+        whole = weight.shape == (self.vocab_size, self.hidden_size) and weight.dtype == self._head_dtype
+        if not whole or weight.device != self.head_device:
+            return lambda hidden: self.logits(hidden)[..., token_ids]
+        weight = weight[token_ids]
         bias = getattr(self.lm_head, "bias", None)
         bias = None if bias is None else bias.detach()[token_ids]
         return lambda hidden: self._scaled(F.linear(hidden.to(weight.dtype), weight, bias))
+
+    @property
+    def _head_dtype(self) -> torch.dtype:
+        """What the LM head computes in: its weight's dtype, unless that is a storage format."""
+        dtype = self.lm_head.weight.dtype
+        return dtype if dtype.is_floating_point and torch.finfo(dtype).bits >= 16 else self.dtype
 
     def _scaled(self, logits: Tensor) -> Tensor:
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
@@ -243,8 +348,9 @@ class TargetAdapter:
         ids = torch.randint(0, min(self.vocab_size, 1000), (1, 8), generator=generator).to(self.device)
         positions = torch.arange(8, device=self.device)[None]
         visible = torch.ones(8, 8, dtype=torch.bool, device=self.device).tril()[None]
+        masks = self.masks.build(visible, positions, positions, self.dtype)
         with torch.inference_mode():
-            out = self.forward(ids, positions, additive_mask(visible, self.dtype), self.new_cache(8))
+            out = self.forward(ids, positions, masks, self.new_cache(8))
             error = (self.logits(out.hidden_BNH) - out.logits_BNV).abs().max().item()
         scale = out.logits_BNV.abs().max().item()
         # bf16 keeps 8 bits: allow one unit in the last place of the largest logit
@@ -255,14 +361,39 @@ class TargetAdapter:
             )
 
 
+def _bits(quantize: str) -> BitsAndBytesConfig:
+    if quantize not in ("4bit", "8bit"):
+        raise ValueError(f"target.quantize is {quantize!r}, expected 4bit, 8bit or nothing")
+    return BitsAndBytesConfig(load_in_4bit=quantize == "4bit", load_in_8bit=quantize == "8bit")
+
+
 def pick_device(wanted: str) -> str:
     """ "auto" becomes cuda where there is one, else cpu."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
-def _layer(model: Any, index: int) -> nn.Module:
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
-    if layers is None or not 0 <= index < len(layers):
-        raise ValueError(f"no decoder layer {index} in {type(model).__name__}")
-    return layers[index]
+def _decoder(model: Any, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that turns ids into features (final norm included), and its list of layers.
+
+    Raises:
+        ValueError: there is no such list.
+    """
+    found = model.get_decoder()
+    for module in model.children() if found is model else (found,):
+        lists = {name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
+        for name, layers in lists.items():
+            if name in ("layers", "h") or len(layers) == num_layers:
+                return module, layers
+    raise ValueError(f"target.path: {type(model).__name__} has no list of decoder layers; a causal LM is needed")
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: its weight's device, or where accelerate's hook brings offloaded weights and inputs."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        device = getattr(one, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    weight = module.weight
+    assert isinstance(weight, Tensor), "embedding and LM head have a weight"
+    return weight.device

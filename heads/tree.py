@@ -34,6 +34,12 @@ class DraftTree:
     score_BN   float32  cumulative draft log-probability in nats along the path from the root; root: 0.0
     proposal            how children were chosen: "top_k" (deterministic) or "sampled". The exact verification
                         rule differs between the two; verifiers refuse the kind they are not made for.
+    q_BMV      float32  over the target's whole vocabulary: what the children of an expanded node were drawn from,
+                        before any sibling was taken out; M expanded nodes. A row of zeros offers nothing.
+    q_row_BN   int64    row of q_BMV for the children of node n; none: -1
+
+    A sampled tree has both of the last two, a top_k tree neither. Siblings were proposed in the order of their
+    indices; which of the drawn children a sampled tree holds must not depend on the tokens that were drawn.
     """
 
     token_BN: Tensor
@@ -41,6 +47,8 @@ class DraftTree:
     depth_BN: Tensor
     score_BN: Tensor
     proposal: Proposal = "top_k"
+    q_BMV: Tensor | None = None
+    q_row_BN: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -77,7 +85,25 @@ class DraftTree:
         assert bool(one_deeper.all()), "a node's depth must be its parent's depth + 1"
         no_better = self.score_BN[:, 1:] <= self.score_BN.gather(1, parent_BM)
         assert bool(no_better.all()), "a node's cumulative score must not exceed its parent's (nor be NaN)"
+        self._validate_q(parent_BM)
         return self
+
+    def _validate_q(self, parent_BM: Tensor) -> None:
+        q_BMV, q_row_BN = self.q_BMV, self.q_row_BN
+        if self.proposal == "top_k":
+            assert q_BMV is None and q_row_BN is None, "a top_k tree has no q: its children were not drawn"
+            return
+        assert q_BMV is not None and q_row_BN is not None, "a sampled tree needs q_BMV and q_row_BN"
+        assert q_BMV.dim() == 3 and q_BMV.shape[0] == self.rows, f"q_BMV is {tuple(q_BMV.shape)}, {self.rows} rows"
+        assert q_BMV.dtype == torch.float32, f"q_BMV must be float32, got {q_BMV.dtype}"
+        assert q_row_BN.shape == self.token_BN.shape, f"q_row_BN is {tuple(q_row_BN.shape)}"
+        assert q_row_BN.dtype == torch.int64, f"q_row_BN must be int64, got {q_row_BN.dtype}"
+        in_range = (q_row_BN >= -1) & (q_row_BN < q_BMV.shape[1])
+        assert bool(in_range.all()), f"q_row_BN must be -1 .. {q_BMV.shape[1] - 1}"
+        assert bool((q_row_BN.gather(1, parent_BM) >= 0).all()), "a node with children must have a row of q_BMV"
+        mass_BM = q_BMV.sum(-1)
+        sound = (q_BMV >= 0).all() & (((mass_BM - 1).abs() < 1e-3) | (mass_BM == 0)).all()  # fp32 sums over V terms
+        assert bool(sound), "every row of q_BMV must be non-negative and sum to 1, or to 0 where it offers nothing"
 
 
 def ancestor_mask(parent_BN: Tensor) -> Tensor:
@@ -95,6 +121,13 @@ def ancestor_mask(parent_BN: Tensor) -> Tensor:
         mask_BNN = mask_BNN | mask_BNN[row_B1, jump_BN]
         jump_BN = jump_BN.gather(1, jump_BN)
     return mask_BNN.clone() if nodes == 1 else mask_BNN  # never hand out the expanded view
+
+
+def sibling_rank(parent_BN: Tensor) -> Tensor:
+    """How many siblings come before each node, [B,N] int64; the root's is 0."""
+    index_N = torch.arange(parent_BN.shape[1], device=parent_BN.device)
+    older_NN = index_N[None, :] < index_N[:, None]  # [n,m]: m < n
+    return ((parent_BN[:, :, None] == parent_BN[:, None, :]) & older_NN).sum(2)
 
 
 def tree_positions(depth_BN: Tensor, length_B: Tensor) -> Tensor:

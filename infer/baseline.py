@@ -13,8 +13,8 @@ import torch
 from heads.target import TargetAdapter
 from heads.topk import argmax_of
 from infer.metrics import DecodeStats
-from infer.prefill import Clock, check_request, prefill
-from infer.stopping import StopRule
+from infer.prefill import Clock, TreeMasks, check_memory, check_request, prefill
+from infer.stopping import RowStop, StopRule
 
 OnTokens = Callable[[list[int]], None]
 
@@ -41,27 +41,29 @@ def decode_plain(
     stats = DecodeStats(prompt_tokens=len(prompt_ids))
     clock = Clock(stats, target.device)
     slots = len(prompt_ids) + stop.max_new_tokens
+    check_memory(target, 1, slots, 1, len(prompt_ids))
     cache = target.new_cache(slots)
-    all_visible = torch.zeros(1, 1, 1, slots, dtype=target.dtype, device=target.device)
-    logits_1NV = prefill(target, prompt_ids, cache).logits_BNV
-    new_ids: list[int] = []
-    token = int(argmax_of(logits_1NV[:, -1])[0])
+    masks = TreeMasks(target, 1, [len(prompt_ids)], slots + 1)
+    alone_111 = torch.ones(1, 1, 1, dtype=torch.bool, device=target.device)
+    zero_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    logits_1V, _ = prefill(target, [prompt_ids], cache)
+    row = RowStop(stop, prompt_ids)
+    token = int(argmax_of(logits_1V)[0])
     clock.lap("prefill")
     while True:
-        emitted, reason = stop.cut([token], len(new_ids))
-        new_ids += emitted
+        emitted, reason = row.push([token])
         if on_tokens is not None:
             on_tokens(emitted)
         if reason is not None:
             break
-        position = len(prompt_ids) + len(new_ids) - 1
-        ids_11 = torch.tensor([[token]], device=target.device)
-        position_11 = torch.tensor([[position]], device=target.device)
+        length_1 = torch.tensor([cache.length], device=target.device)
+        mask = masks.tree(alone_111, zero_11, length_1, cache.length + 1)
         clock.lap("rest")
-        out = target.forward(ids_11, position_11, all_visible[..., : position + 1], cache)
+        out = target.forward(torch.tensor([[token]], device=target.device), length_1[:, None], mask, cache)
         clock.lap("target")
-        token = int(argmax_of(out.logits_BNV[:, -1])[0])
+        token = int(argmax_of(out.logits_BNV[:, 0])[0])
+        clock.lap("verify")
         stats.target_passes += 1
-    stats.new_tokens = len(new_ids)
+    stats.new_tokens = len(row.new_ids)
     clock.lap("rest")
-    return new_ids, stats
+    return row.new_ids, stats

@@ -58,7 +58,7 @@ def decode_batch(
     stops = torch.tensor(sorted(target.eos_ids if stop_ids is None else stop_ids), device=target.device)
     outputs: list[list[int]] = [[] for _ in prompts]
     width = max(len(p) for p in prompts)
-    cache = target.new_cache(width + max_new_tokens)
+    cache = target.new_cache(width + max_new_tokens, len(prompts))
     visible, logits = _prefill(target, prompts, width, cache)
     lengths = torch.tensor([len(p) for p in prompts], device=target.device)
     temperature = torch.tensor(list(temperatures), dtype=torch.float32, device=target.device)
@@ -85,7 +85,7 @@ def decode_batch(
             rows, done = rows[keep.cpu()], done[keep]
         visible[:, cache.length] = True
         mask = additive_mask(visible[:, None, : cache.length + 1], target.dtype)
-        logits = target.forward(token[:, None], lengths[:, None], mask, cache, keep_last=1).logits_BNV[:, -1]
+        logits = target.forward(token[:, None], lengths[:, None], mask, cache).logits_BNV[:, 0]
         lengths = lengths + 1
     return outputs
 
@@ -107,8 +107,9 @@ def _prefill(
     chunk = max(1, _PREFILL_TOKENS // width)
     for start in range(0, batch, chunk):
         rows = slice(start, start + chunk)
-        part = target.new_cache(width)
+        part = target.new_cache(width, len(ids[rows]))
         mask = additive_mask((causal & visible[rows, None, :width]) | eye, target.dtype)
-        logits.append(target.forward(ids[rows], positions[rows], mask, part, keep_last=1).logits_BNV[:, -1])
-        cache.write_rows(start, batch, part)
+        out = target.forward(ids[rows], positions[rows], mask, part, keep=[width - 1])
+        logits.append(out.logits_BNV[:, 0])
+        cache.write_rows(start, part)
     return visible, torch.cat(logits)

@@ -1,41 +1,106 @@
-"""Speculative decoding, greedy and exact: draft a tree, score it in one pass, keep the longest right path.
+"""Speculative decoding of a batch: draft trees, score them in one pass, keep each row's longest right path.
 
-Conventions. Token n, the last decided one, is the root of the tree; its keys are not in the target's cache
+Conventions, per row. Token n, the last decided one, is the root of the tree; its keys are not in the target's cache
 yet, which holds tokens 0 .. n-1. The head's state holds the inputs (feature p, token p+1) for p = 0 .. n-1.
 One round:
 
     draft     tree below token n                                   head, from its committed state
     target    features and logits of all nodes, in one pass        node of depth d: position n + d
-    verify    path root = x0, x1 .. xa, and the bonus after xa     the target's argmax after every node
+    verify    path root = x0, x1 .. xa, and the bonus after xa     by the rule; one host synchronisation
     commit    cache keeps the path's slots; head gets (feature of x_i, token after x_i) for i = 0 .. a
 
 Drafted keys of the head are thrown away: after each round its state comes from true target features alone.
+Without a head every tree is its root alone, and the loop is plain decoding.
 
-Shapes: N tree nodes, A path nodes (a + 1), H hidden size, V vocabulary. A batch of one row.
+Rows are independent: each has its own offsets, stop rule, processors and random numbers, and what it emits does not
+depend on its companions (in fp32; passes of another shape round differently).
+
+Shapes: B rows, N tree nodes, A path nodes (a + 1), D depth, V vocabulary, T tokens of a row's random stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from heads.base import DraftHead, TreePolicy
-from heads.cache import SlotCache
 from heads.target import TargetAdapter, TargetOutput
 from heads.topk import argmax_of
-from heads.tree import DraftTree, ancestor_mask, chain, tree_positions
-from infer.baseline import OnTokens
+from heads.tree import DraftTree, Proposal, ancestor_mask, chain, sibling_rank, tree_positions
 from infer.metrics import DecodeStats
-from infer.prefill import Clock, MaskBuffer, check_request, prefill
-from infer.stopping import StopRule
-from infer.verify import verify_greedy
+from infer.prefill import Clock, TreeMasks, check_memory, check_request, head_features, prefill
+from infer.sampling import Processing, RowRandom, draw, draw_without_replacement, softmax_of
+from infer.stopping import RowStop, StopReason, StopRule
+from infer.verify import RULES, Rule, Verdict, verify_greedy, walk
+
+OnTokens = Callable[[list[int]], None]  # each block of emitted ids; the last of a full block is the target's own
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class RowRequest:
+    """One row of a batch.
+
+    processors: transformers' logits processors, applied to target and draft alike; None: none.
+    prefix_ids: what processors and stopping criteria see before the new tokens; None: the prompt.
+    seed: of the row's random numbers, if the rule draws any.
+    on_tokens: called with the ids that the prefill and then each round emitted.
+    """
+
+    prompt_ids: Sequence[int]
+    stop: StopRule
+    processors: LogitsProcessorList | None = None
+    prefix_ids: Sequence[int] | None = None
+    seed: int = 0
+    on_tokens: OnTokens | None = None
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How a batch is drafted and verified.
+
+    policy: shape of the drafted trees. rule: a name in `infer.verify.RULES`; "greedy" takes the argmax, "match" is the
+    default for sampling. proposal: "top_k" drafts the likeliest children, "sampled" draws them. exact_clock:
+    synchronise the accelerator at every phase, for a time split.
+
+    Raises ValueError for an unknown rule, or one that does not go with the proposal.
+    """
+
+    policy: TreePolicy = field(default_factory=TreePolicy)
+    rule: str = "greedy"
+    proposal: Proposal = "top_k"
+    exact_clock: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"rule is {self.rule!r}, expected one of {', '.join(RULES)}")
+        if self.proposal not in self.verifier.proposals:
+            raise ValueError(
+                f"rule {self.rule!r} does not verify children of proposal {self.proposal!r}, only of "
+                f"{' or '.join(self.verifier.proposals)}; change proposal or rule"
+            )
+
+    @property
+    def verifier(self) -> Rule:
+        return RULES[self.rule]
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """New ids of a row (EOS included, never more than its stop rule allows), why it ended, and the counts.
+
+    `stats.seconds` is the wall clock of the whole batch until this row ended.
+    """
+
+    ids: list[int]
+    reason: StopReason
+    stats: DecodeStats
+
+
 def decode_speculative(
     target: TargetAdapter,
     head: DraftHead,
@@ -46,148 +111,289 @@ def decode_speculative(
 ) -> tuple[list[int], DecodeStats]:
     """Greedy decoding of one prompt with drafts; emits the target's own greedy tokens.
 
-    Exact in the sense that every token is the argmax of target logits given the tokens before it. Passes of
-    different width round differently, so in half precision a near-tie may fall the other way than in plain
-    decoding.
+    Every token is the argmax of target logits given the tokens before it. Passes of different width round differently,
+    so in half precision a near-tie may fall the other way than in plain decoding.
 
-    Args:
-        policy: shape of the drafted trees; near the token limit they are made shallower.
-        on_tokens: called with the ids that the prefill and then each round emitted.
+    Returns the new ids and the counts. Raises ValueError: see `decode`.
+    """
+    row = RowRequest(prompt_ids, stop, on_tokens=on_tokens)
+    result = decode(target, head, [row], DecodeOptions(policy=policy))[0]
+    return result.ids, result.stats
 
-    Returns:
-        The new ids (EOS included, never more than the stop rule allows) and the counts.
+
+@torch.inference_mode()
+def decode(
+    target: TargetAdapter, head: DraftHead | None, rows: Sequence[RowRequest], options: DecodeOptions | None = None
+) -> list[RowResult]:
+    """Decodes a batch of rows, with the head's drafts or (head None) plainly.
 
     Raises:
-        ValueError: see `check_request`; a head made for another target, or in another dtype.
+        ValueError: see `check_request`; a generation that does not fit into memory; a head made for another target,
+            or in another dtype.
     """
-    check_request(target, prompt_ids, stop)
-    _check_head(target, head, policy)
-    stats = DecodeStats(prompt_tokens=len(prompt_ids))
-    clock = Clock(stats, target.device)
-    run = _Generation(target, head, prompt_ids, policy, stop, clock)
-    block = [run.first_token()]
-    clock.lap("prefill")
-    new_ids: list[int] = []
-    while True:
-        emitted, reason = stop.cut(block, len(new_ids))
-        if stats.target_passes:  # every block but the prefill's: the accepted drafts, then the bonus
-            stats.accepted_per_round.append(min(len(block) - 1, len(emitted)))
-        new_ids += emitted
-        if on_tokens is not None:
-            on_tokens(emitted)
-        if reason is not None:
-            break
-        run.commit(block)
-        clock.lap("rest" if stats.target_passes else "prefill")
-        block, offered = run.round(remaining=stop.max_new_tokens - len(new_ids))
-        stats.target_passes += 1
-        stats.offered_depth_per_round.append(offered)
-    stats.new_tokens = len(new_ids)
-    clock.lap("rest")
-    return new_ids, stats.check()
+    options = options or DecodeOptions()
+    assert rows, "a batch has at least one row"
+    for row in rows:
+        check_request(target, row.prompt_ids, row.stop)
+    if head is not None:
+        _check_head(target, head, options.policy)
+    batch = _Batch(target, head, rows, options)
+    batch.start()
+    while batch.active:
+        batch.round()
+    assert all(result is not None for result in batch.results)
+    return [result for result in batch.results if result is not None]
 
 
 def _check_head(target: TargetAdapter, head: DraftHead, policy: TreePolicy) -> None:
     head.bind(target)  # refuses another width or vocabulary
     weight = next(head.parameters(), None)
-    if weight is not None and (weight.dtype != target.dtype or weight.device != target.device):
+    if weight is not None and (weight.dtype != target.dtype or weight.device != target.head_device):
         raise ValueError(
-            f"the head is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}; "
+            f"the head is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.head_device}; "
             "load the head with the target's dtype and device"
         )
     missing = [k for k in head.needs.taps if k not in target.tap_layers]
     if missing:
         raise ValueError(
             f"the head reads the outputs of layers {list(head.needs.taps)}, the target was loaded without "
-            f"{missing}; "
-            "pass taps=head.needs.taps to TargetAdapter.load"
+            f"{missing}; pass taps=head.needs.taps to TargetAdapter.load"
         )
     if policy.width > target.vocab_size:
         raise ValueError(f"tree width is {policy.width}, the vocabulary {target.vocab_size}: lower --tree-width")
 
 
-def head_features(head: DraftHead, out: TargetOutput) -> Tensor:
-    """What the head takes from a target pass, [1, N, F]: features after the final norm, then its taps."""
-    parts = [out.hidden_BNH] if head.needs.features else []
-    parts += [out.taps[k] for k in head.needs.taps]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+@dataclass(frozen=True)
+class _Outcome:
+    """A verified round, on the device as tensors and on the host as lists (paths, ranks and blocks without padding)."""
+
+    path_BA: Tensor
+    decided_BA: Tensor
+    offered: list[int]
+    paths: list[list[int]]
+    ranks: list[list[int]]
+    blocks: list[list[int]]
 
 
-class _Generation:
-    """The mutable part of one generation: target cache, head state, mask memory, the pass to be committed."""
+class _Batch:
+    """The mutable part of a generation: target cache, head state, masks, random streams, and the rows still going."""
 
     def __init__(
-        self,
-        target: TargetAdapter,
-        head: DraftHead,
-        prompt_ids: Sequence[int],
-        policy: TreePolicy,
-        stop: StopRule,
-        clock: Clock,
+        self, target: TargetAdapter, head: DraftHead | None, rows: Sequence[RowRequest], options: DecodeOptions
     ) -> None:
-        self.target, self.head, self.policy, self.clock = target, head, policy, clock
-        self.prompt_ids = prompt_ids
-        tokens = len(prompt_ids) + stop.max_new_tokens
-        self.nodes = policy.total
-        self.cache: SlotCache = target.new_cache(tokens + self.nodes)
-        self.state: Any = head.start(tokens + policy.width * policy.depth)
-        self.masks = MaskBuffer(self.nodes, tokens + self.nodes, target.dtype, target.device)
-        self.base = 0  # committed slots of the cache
-        self.path: list[int] = []  # slots after `base` that the next commit keeps
-        self.features_1NF: Tensor  # of the last pass
+        self.target, self.head, self.options, self.requests = target, head, options, rows
+        self.results: list[RowResult | None] = [None] * len(rows)
+        self.active = list(range(len(rows)))  # request of each row of the tensors
+        prefixes = [row.prompt_ids if row.prefix_ids is None else row.prefix_ids for row in rows]
+        self.stops = [RowStop(row.stop, prefix) for row, prefix in zip(rows, prefixes, strict=True)]
+        self.stats = [DecodeStats(prompt_tokens=len(row.prompt_ids)) for row in rows]
+        self.shared = DecodeStats()  # seconds of the batch
+        self.clock = Clock(self.shared, target.device, options.exact_clock)
+        self.nodes = options.policy.total if head is not None else 1
+        self.depth = min(options.policy.depth, self.nodes - 1)
+        self.children = options.policy.width if head is not None else 0
+        self.slots = max(len(row.prompt_ids) + row.stop.max_new_tokens for row in rows)
+        longest = max(len(row.prompt_ids) for row in rows)
+        check_memory(target, len(rows), self.slots + self.nodes, self.nodes, longest)
+        self.processing = Processing([row.processors for row in rows], prefixes, target.head_device)
+        self.random = RowRandom([row.seed for row in rows], target.head_device)
+        # Rule "match" takes its numbers by the place of the token in the text, so that drafts, right or wrong, change
+        # nothing: the same seed gives the same text as plain decoding.
+        self.stream_BT: Tensor | None = None
+        if options.rule == "match":
+            self.stream_BT = self.random.uniform(max(row.stop.max_new_tokens for row in rows) + self.depth + 1)
 
-    def first_token(self) -> int:
-        out = prefill(self.target, self.prompt_ids, self.cache)
-        self.features_1NF = head_features(self.head, out)
-        self.path = list(range(len(self.prompt_ids)))
-        return int(argmax_of(out.logits_BNV[:, -1])[0])
+    # ---- prefill -------------------------------------------------------------------------------------------
 
-    def commit(self, block: list[int]) -> None:
-        """Applies the last pass: its path stays in the cache, the head gets features and next tokens.
+    def start(self) -> None:
+        """The prompts' pass, each row's first token, and the head's first commit."""
+        prompts = [row.prompt_ids for row in self.requests]
+        device, rows = self.target.device, len(prompts)
+        self.cache = self.target.new_cache(self.slots + self.nodes, rows)
+        logits_BV, features = prefill(self.target, prompts, self.cache, self.head.needs if self.head else None)
+        self.root_B = self._first_tokens(logits_BV).to(device)
+        first = self.root_B.tolist()
+        self.lengths = [len(p) for p in prompts]
+        self.length_B = torch.tensor(self.lengths, device=device)
+        self.masks = TreeMasks(self.target, self.nodes, self.lengths, self.slots + self.nodes)
+        self.state: Any = None
+        if self.head is not None and features is not None:
+            longest = max(self.lengths)
+            after = [[*p[1:], token, *[0] * (longest - len(p))] for p, token in zip(prompts, first, strict=True)]
+            self.state = self.head.start(self.slots + self.options.policy.width * self.options.policy.depth, rows)
+            after_BL = torch.tensor(after, device=self.target.head_device)
+            self.head.commit(self.state, features, after_BL, self.lengths)
+        self.clock.lap("prefill")
+        nothing: list[list[int]] = [[] for _ in first]
+        blocks = [[token] for token in first]
+        going = self._emit(_Outcome(self.root_B, self.root_B, [0] * rows, nothing, nothing, blocks))
+        if going and len(going) < rows:
+            self._keep(going)
 
-        block: the tokens that the pass decided. After the prefill that is one, behind the prompt's own.
-        """
-        after = [*self.prompt_ids[1:], *block] if self.base == 0 else block
-        contiguous = self.path == list(range(len(self.path)))
-        features = self.features_1NF[:, : len(self.path)] if contiguous else self.features_1NF[:, self.path]
-        self.cache.commit(self.base, self.path)
-        self.head.commit(self.state, features, torch.tensor([after], device=self.target.device))
-        self.base += len(self.path)
-        self.root = block[-1]
+    def _first_tokens(self, logits_BV: Tensor) -> Tensor:
+        if self.options.rule == "greedy" and self.processing.plain:
+            return argmax_of(logits_BV)
+        scores_BV = self.processing.scores(logits_BV, range(len(logits_BV)), None)
+        if self.options.rule == "greedy":
+            return scores_BV.argmax(-1)
+        u_B = self.random.uniform(1)[:, 0] if self.stream_BT is None else self.stream_BT[:, 0]
+        return draw(softmax_of(scores_BV), u_B)
 
-    def round(self, remaining: int) -> tuple[list[int], int]:
-        """Drafts, scores and verifies once; nothing is committed.
+    # ---- rounds --------------------------------------------------------------------------------------------
 
-        Args:
-            remaining: tokens that may still be emitted, at least 1. A node of depth d >= remaining can only
-                confirm what is cut off, so trees end above it; this also keeps every position below
-                prompt + max_new_tokens - 1, which matters for a table of absolute positions.
-
-        Returns:
-            The decided tokens (accepted drafts, then the bonus) and the depth of the offered tree.
-        """
-        tree = self._draft(min(self.policy.depth, remaining - 1))
+    def round(self) -> None:
+        """Drafts, scores, verifies, emits and commits once for all rows that are still going."""
+        tree = self._draft()
         self.clock.lap("draft")
-        ancestors_1NN = ancestor_mask(tree.parent_BN)
-        length_1 = torch.full((1,), self.base, device=self.target.device)
-        positions_1N = tree_positions(tree.depth_BN, length_1)
-        mask = self.masks.tree(ancestors_1NN, self.base)
+        ancestors_BNN = ancestor_mask(tree.parent_BN)
+        # A node whose tokens can only be cut off may lie beyond a table of absolute positions: any row of it will do.
+        position_BN = tree_positions(tree.depth_BN, self.length_B)
+        if self.target.max_positions is not None:
+            position_BN = position_BN.clamp_max(self.target.max_positions - 1)
+        mask = self.masks.tree(ancestors_BNN, tree.depth_BN, self.length_B, self.cache.length + tree.nodes)
         self.clock.lap("rest")
-        out = self.target.forward(tree.token_BN, positions_1N, mask, self.cache)
+        out = self.target.forward(tree.token_BN, position_BN, mask, self.cache)
         self.clock.lap("target")
-        choice_1N = argmax_of(out.logits_BNV[0])[None]
-        verdict = verify_greedy(tree, choice_1N, ancestors_1NN)
-        self.path, _ = verdict.host_rows()[0]
-        *choices, offered = torch.cat([choice_1N[0], tree.depth_BN.amax(1)]).tolist()
-        self.features_1NF = head_features(self.head, out)
-        # An accepted draft is by definition the target's choice at its parent, and the bonus the one at the
-        # end.
-        return [choices[node] for node in self.path], offered
+        outcome = self._to_host(tree, self._verify(tree, ancestors_BNN, out))
+        self.clock.lap("verify")
+        for row in self.active:
+            self.stats[row].target_passes += 1
+        going = self._emit(outcome)
+        if going:
+            self._commit(out, outcome)
+            if len(going) < len(self.active):
+                self._keep(going)
+            self.clock.lap("rest")
 
-    def _draft(self, depth: int) -> DraftTree:
-        if depth < 1:  # one token left: any pass yields it
-            nothing = torch.empty(1, 0, dtype=torch.long, device=self.target.device)
-            return chain(nothing, nothing.float(), torch.tensor([self.root], device=self.target.device))
-        tree = self.head.draft(self.state, self.root, replace(self.policy, depth=depth))
-        assert tree.rows == 1 and tree.nodes <= self.nodes, f"drafted {tree.rows} x {tree.nodes}, room for {self.nodes}"
+    def _draft(self) -> DraftTree:
+        remaining = max(self.requests[row].stop.max_new_tokens - len(self.stops[row].new_ids) for row in self.active)
+        depth = self.depth
+        if self.options.rule in ("greedy", "match"):
+            # What a row emits does not depend on its trees, so they end where nothing could be emitted any more.
+            depth = min(depth, remaining - 1)
+        if self.head is None or depth < 1:
+            nothing = self.root_B.new_empty(len(self.active), 0)
+            return chain(nothing, nothing.float(), self.root_B)
+        policy = replace(self.options.policy, depth=depth)
+        sampler = self._sample_children if self.options.proposal == "sampled" else None
+        tree = self.head.draft(self.state, self.root_B, policy, sampler)
+        shape = (tree.rows, tree.nodes)
+        assert shape[0] == len(self.active) and shape[1] <= self.nodes, f"drafted {shape}, room for {self.nodes} nodes"
         return tree
+
+    def _sample_children(self, logits_BFV: Tensor, path_BFD: Tensor, children: int) -> tuple[Tensor, Tensor]:
+        """`ChildSampler`: from the draft's distribution, after the same processors as the target's."""
+        assert self.head is not None
+        rows, expanded, _ = logits_BFV.shape
+        logits_RV = logits_BFV.flatten(0, 1).float()
+        if self.head.draft_ids is not None:
+            whole = logits_RV.new_full((len(logits_RV), self.target.vocab_size), float("-inf"))
+            logits_RV = whole.index_copy_(1, self.head.draft_ids, logits_RV)
+        row_R = [row for row in range(rows) for _ in range(expanded)]
+        scores_RV = self.processing.scores(logits_RV, row_R, path_BFD.flatten(0, 1))
+        q_RV = softmax_of(scores_RV)  # zeros, where nothing in the draft vocabulary is allowed: no child then
+        noise_RV = self.random.noise((expanded, q_RV.shape[1])).flatten(0, 1)
+        token_RK = draw_without_replacement(q_RV, children, noise_RV)
+        return token_RK.view(rows, expanded, children), q_RV.view(rows, expanded, -1)
+
+    def _verify(self, tree: DraftTree, ancestors_BNN: Tensor, out: TargetOutput) -> Verdict:
+        rows, nodes = tree.token_BN.shape
+        rule = self.options.rule
+        if rule == "greedy" and self.processing.plain:
+            choice_BN = argmax_of(out.logits_BNV.flatten(0, 1)).view(rows, nodes)
+            return verify_greedy(tree, choice_BN, ancestors_BNN)
+        row_B = torch.arange(rows, device=tree.token_BN.device)
+
+        def law(node_B: Tensor, path_BD: Tensor) -> Tensor:
+            return self.processing.scores(out.logits_BNV[row_B, node_B], range(rows), path_BD)
+
+        steps = self.depth + 1
+        if self.stream_BT is not None:
+            emitted = torch.tensor([len(self.stops[row].new_ids) for row in self.active], device=row_B.device)
+            at_BD = emitted[:, None] + torch.arange(steps, device=row_B.device)
+            uniform_BDU = self.stream_BT.gather(1, at_BD)[:, :, None]
+            uniform_BDU = uniform_BDU.expand(rows, steps, self.children + 1)
+        elif rule == "greedy":
+            uniform_BDU = torch.zeros(rows, steps, self.children + 1, device=row_B.device)
+        else:
+            # Always as many numbers, whatever the tree: what a row draws later does not depend on it.
+            uniform_BDU = self.random.uniform(steps * (self.children + 1)).view(rows, steps, self.children + 1)
+        return walk(tree, self.options.verifier, law, uniform_BDU, depth=self.depth, width=self.children)
+
+    def _to_host(self, tree: DraftTree, verdict: Verdict) -> _Outcome:
+        """What the host needs to know of a round, in its one transfer."""
+        steps = min(self.depth + 1, tree.nodes)
+        path_BA = verdict.path_BA[:, :steps].clamp_min(0)
+        # Decided: accepted tokens, then the bonus (the last column is always overwritten or behind it).
+        decided_BA = tree.token_BN.gather(1, path_BA).roll(-1, 1)
+        decided_BA.scatter_(1, verdict.accepted_B[:, None], verdict.bonus_B[:, None])
+        rank_BA = sibling_rank(tree.parent_BN).gather(1, path_BA)
+        summary_B2 = torch.stack([verdict.accepted_B, tree.depth_BN.amax(1)], 1)
+        packed = torch.cat([summary_B2, path_BA, rank_BA, decided_BA], 1).tolist()
+        return _Outcome(
+            path_BA=path_BA,
+            decided_BA=decided_BA,
+            offered=[row[1] for row in packed],
+            paths=[row[2 : 3 + row[0]] for row in packed],
+            ranks=[row[3 + steps : 3 + steps + row[0]] for row in packed],
+            blocks=[row[2 + 2 * steps : 3 + 2 * steps + row[0]] for row in packed],
+        )
+
+    def _emit(self, outcome: _Outcome) -> list[int]:
+        """Hands each row its block; rows that end get their result. Returns which rows (of the tensors) go on."""
+        going = []
+        for index, row in enumerate(self.active):
+            block, request, stats = outcome.blocks[index], self.requests[row], self.stats[row]
+            if min(block) < 0:
+                raise ValueError(
+                    f"row {row}: the processors (or NaN logits) leave no token after "
+                    f"{len(self.stops[row].new_ids)} new ones; loosen the bad words, forced tokens or penalties"
+                )
+            emitted, reason = self.stops[row].push(block)
+            if stats.target_passes:  # every block but the prefill's: the accepted drafts, then the bonus
+                accepted = min(len(block) - 1, len(emitted))
+                stats.accepted_per_round.append(accepted)
+                stats.accepted_ranks += outcome.ranks[index][:accepted]
+                stats.offered_depth_per_round.append(outcome.offered[index])
+            if request.on_tokens is not None:
+                request.on_tokens(emitted)
+            if reason is None:
+                going.append(index)
+                self.processing.append(index, emitted)
+                continue
+            self.clock.lap("rest" if stats.target_passes else "prefill")
+            stats.new_tokens = len(self.stops[row].new_ids)
+            stats.seconds = dict(self.shared.seconds)
+            self.results[row] = RowResult(self.stops[row].new_ids, reason, stats.check())
+        if not going:
+            self.active = []
+        return going
+
+    def _commit(self, out: TargetOutput, outcome: _Outcome) -> None:
+        """Applies a pass: its paths stay in the cache, the head gets features and next tokens."""
+        counts = [len(path) for path in outcome.paths]
+        longest = max(counts)
+        self.cache.commit(self.lengths, outcome.paths)
+        row_B1 = torch.arange(len(counts), device=out.logits_BNV.device)[:, None]
+        path_BA, decided_BA = outcome.path_BA[:, :longest], outcome.decided_BA[:, :longest]
+        if self.head is not None:
+            features_BAF = head_features(self.head.needs, out)[row_B1, path_BA]
+            self.head.commit(self.state, features_BAF, decided_BA, counts)
+        last_B1 = torch.tensor(counts, device=decided_BA.device)[:, None] - 1
+        self.root_B = decided_BA.gather(1, last_B1)[:, 0].to(self.target.device)
+        self.lengths = self.cache.lengths
+        self.length_B = torch.tensor(self.lengths, device=self.target.device)
+
+    def _keep(self, going: list[int]) -> None:
+        """Drops the rows that have ended from every tensor."""
+        rows = torch.tensor(going, device=self.target.device)
+        self.active = [self.active[index] for index in going]
+        self.cache.keep_rows(rows)
+        self.masks.keep_rows(rows)
+        self.lengths, self.length_B, self.root_B = self.cache.lengths, self.length_B[rows], self.root_B[rows]
+        self.processing.keep_rows(going)
+        self.random.keep_rows(going)
+        if self.stream_BT is not None:
+            self.stream_BT = self.stream_BT[rows]
+        if self.head is not None:
+            self.head.keep_rows(self.state, rows)

@@ -11,13 +11,13 @@ Definitions, used everywhere:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-PHASES = ("prefill", "draft", "target", "rest")
+PHASES = ("prefill", "draft", "target", "verify", "rest")
 
 
 @dataclass
@@ -29,10 +29,11 @@ class DecodeStats:
     target_passes             verification passes of the target (rounds); the prefill is not counted
     accepted_per_round        drafted tokens accepted *and emitted* in each round (after the stop's cut)
     offered_depth_per_round   depth of the tree offered in each round
+    accepted_ranks            which of its siblings (0: the first) each accepted and emitted token was
     seconds                   wall clock per phase: prefill (prompt to first token, draft head's prefill
-                              included), draft, target, rest (verification, commit, stop, streaming)
+                              included), draft, target, verify, rest (masks, commit, stop, streaming)
 
-    Plain decoding may leave both lists empty.
+    Plain decoding may leave the lists empty.
     """
 
     prompt_tokens: int = 0
@@ -40,6 +41,7 @@ class DecodeStats:
     target_passes: int = 0
     accepted_per_round: list[int] = field(default_factory=list)
     offered_depth_per_round: list[int] = field(default_factory=list)
+    accepted_ranks: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -82,6 +84,8 @@ class DecodeStats:
         assert rounds in (0, self.target_passes), f"{rounds} rounds recorded, {self.target_passes} target passes"
         pairs = zip(self.accepted_per_round, self.offered_depth_per_round, strict=True)
         assert all(0 <= a <= depth for a, depth in pairs), "accepted more than was offered"
+        if self.accepted_ranks:
+            assert len(self.accepted_ranks) == sum(self.accepted_per_round), "one rank per accepted token"
         missing = self._missing_bonuses()
         may_cut = bool(self.accepted_per_round) and self.accepted_per_round[-1] > 0
         assert missing == 0 or (missing == 1 and may_cut), (
@@ -89,6 +93,24 @@ class DecodeStats:
             f"{self.target_passes} passes: only the last round may lack its bonus"
         )
         return self
+
+
+@dataclass(frozen=True)
+class BatchTime:
+    """Wall clock of a batch: seconds per phase, and its rounds (those of its longest row)."""
+
+    seconds: Mapping[str, float]
+    rounds: int
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+def batch_time(rows: Sequence[DecodeStats]) -> BatchTime:
+    """Of the rows of one batch, whose clocks all started with it: the clock of the row that ended last."""
+    last = max(rows, key=lambda one: one.total_seconds)
+    return BatchTime(dict(last.seconds), max(one.target_passes for one in rows))
 
 
 @dataclass(frozen=True)
@@ -103,11 +125,12 @@ class Aggregate:
     conditional_trials          [d-1] = the denominators of it
     unconditional_per_position  [d-1] = rounds with d or more accepted / all rounds. 1 + its sum = tau, but
                                 for cut rounds.
+    accepted_ranks              [r] = accepted tokens that were sibling r of their parent's children (0: the first)
     passes_saved                1 - target passes / tokens emitted in rounds (plain decoding: 0)
-    tokens_per_second           new tokens / all time
-    tokens_per_second_decode    tokens emitted in rounds / time without the prefill
-    ms_per_round                draft, target, rest: milliseconds per target pass
-    ms_prefill                  milliseconds per prompt
+    tokens_per_second           new tokens / all wall clock of the batches
+    tokens_per_second_decode    tokens emitted in rounds / that without the prefill
+    ms_per_round                draft, target, verify, rest: milliseconds per round of a batch
+    ms_prefill                  milliseconds per batch
     """
 
     prompts: int
@@ -120,6 +143,7 @@ class Aggregate:
     conditional_per_depth: list[float | None]
     conditional_trials: list[int]
     unconditional_per_position: list[float]
+    accepted_ranks: list[int]
     passes_saved: float | None
     tokens_per_second: float | None
     tokens_per_second_decode: float | None
@@ -131,8 +155,13 @@ class Aggregate:
         return asdict(self)
 
 
-def merge(stats: Sequence[DecodeStats], seed: int = 0, resamples: int = 2000) -> Aggregate:
-    """Add up generations; ratios are ratios of sums. `seed` and `resamples` belong to the interval of tau.
+def merge(
+    stats: Sequence[DecodeStats], seed: int = 0, resamples: int = 2000, times: Sequence[BatchTime] | None = None
+) -> Aggregate:
+    """Add up generations; ratios are ratios of sums.
+
+    seed, resamples: of the interval of tau. times: wall clock of the batches that the generations were decoded in
+    (None: each alone, by its own clock; empty: not known, so no speeds).
 
     Raises ValueError for an empty list, AssertionError for counts that do not fit together.
     """
@@ -140,12 +169,16 @@ def merge(stats: Sequence[DecodeStats], seed: int = 0, resamples: int = 2000) ->
         raise ValueError("got 0 generations to add up, expected at least 1; check that the prompt set is not empty")
     for one in stats:
         one.check()
+    if times is None:
+        times = [batch_time([one]) for one in stats]
     passes = sum(one.target_passes for one in stats)
     round_tokens = sum(one.round_tokens for one in stats)
     new_tokens = sum(one.new_tokens for one in stats)
     low, high = _tau_interval(stats, seed, resamples)
     conditional, trials = _conditional_per_depth(stats)
-    phase = {name: sum(one.seconds.get(name, 0.0) for one in stats) for name in PHASES}
+    phase = {name: sum(one.seconds.get(name, 0.0) for one in times) for name in PHASES}
+    rounds = sum(one.rounds for one in times)
+    decoding = sum(seconds for name, seconds in phase.items() if name != "prefill")
     return Aggregate(
         prompts=len(stats),
         prompt_tokens=sum(one.prompt_tokens for one in stats),
@@ -157,11 +190,12 @@ def merge(stats: Sequence[DecodeStats], seed: int = 0, resamples: int = 2000) ->
         conditional_per_depth=conditional,
         conditional_trials=trials,
         unconditional_per_position=_unconditional_per_position(stats),
+        accepted_ranks=_rank_counts(stats),
         passes_saved=None if round_tokens == 0 else 1 - passes / round_tokens,
-        tokens_per_second=_ratio(new_tokens, sum(one.total_seconds for one in stats)),
-        tokens_per_second_decode=_ratio(round_tokens, sum(one.decode_seconds for one in stats)),
-        ms_per_round={name: _ratio(1000 * phase[name], passes) for name in PHASES if name != "prefill"},
-        ms_prefill=1000 * phase["prefill"] / len(stats),
+        tokens_per_second=_ratio(new_tokens, phase["prefill"] + decoding),
+        tokens_per_second_decode=_ratio(round_tokens, decoding),
+        ms_per_round={name: _ratio(1000 * phase[name], rounds) for name in PHASES if name != "prefill"},
+        ms_prefill=_ratio(1000 * phase["prefill"], len(times)),
     )
 
 
@@ -210,3 +244,9 @@ def _unconditional_per_position(stats: Sequence[DecodeStats]) -> list[float]:
     """Share of all rounds with at least d accepted, d from 1; see `Aggregate.unconditional_per_position`."""
     accepted = [a for one in stats for a in one.accepted_per_round]
     return [sum(a >= depth for a in accepted) / len(accepted) for depth in range(1, _max_depth(stats) + 1)]
+
+
+def _rank_counts(stats: Sequence[DecodeStats]) -> list[int]:
+    """Accepted tokens per sibling rank; see `Aggregate.accepted_ranks`."""
+    ranks = [rank for one in stats for rank in one.accepted_ranks]
+    return [ranks.count(rank) for rank in range(max(ranks, default=-1) + 1)]

@@ -1,6 +1,6 @@
-"""What plain and speculative decoding share: the request's checks, the prefill pass, mask memory, the clock.
+"""What plain and speculative decoding share: the request's checks, memory, the prefill pass, masks, the clock.
 
-Shapes: N query tokens, S key slots, H hidden size, V vocabulary. Everything here is for a batch of one row.
+Shapes: B rows, L longest prompt, N tree nodes, S key slots, F head features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,102 +11,189 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heads.base import Needs
 from heads.cache import SlotCache
 from heads.target import TargetAdapter, TargetOutput
-from heads.tree import additive_mask
 from infer.metrics import DecodeStats
 from infer.stopping import StopRule
+
+_PREFILL_TOKENS = 4096  # padded prompt tokens per prefill pass: bounds its activations and masks
 
 
 def check_request(target: TargetAdapter, prompt_ids: Sequence[int], stop: StopRule) -> None:
     """Refuses what cannot be decoded exactly.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, prompt + max_new_tokens beyond the
-            model's positions, or beyond the sliding window of a model that has one.
+        ValueError: an empty prompt, a token outside the vocabulary, or prompt + max_new_tokens beyond the model's
+            positions.
     """
     if not prompt_ids:
         raise ValueError("the prompt has 0 tokens, expected at least 1; give some text, or a chat template (no --raw)")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < target.vocab_size:
         raise ValueError(
             f"the prompt has token ids {min(prompt_ids)} .. {max(prompt_ids)}, expected 0 .. "
-            f"{target.vocab_size - 1}; "
-            "the tokenizer is not the one of this target"
+            f"{target.vocab_size - 1}; the tokenizer is not the one of this target"
         )
     wanted = len(prompt_ids) + stop.max_new_tokens
     check_length(target, wanted, f"{len(prompt_ids)} prompt tokens + --max-new-tokens {stop.max_new_tokens}")
 
 
 def check_length(target: TargetAdapter, tokens: int, what: str) -> None:
-    """Refuses rows that the target cannot represent, or that full-attention masks would get wrong.
-
-    Raises:
-        ValueError: more tokens than the model has positions, or than its sliding window holds; `what` names them.
-    """
-    limit = getattr(target.config, "max_position_embeddings", None)
+    """Raises ValueError for more tokens than the model has positions; `what` names them."""
+    limit = target.max_positions
     if limit is not None and tokens > limit:
         raise ValueError(f"{what} = {tokens} tokens, but the target has {limit} positions; lower that")
-    window = _sliding_window(target)
-    if window is not None and tokens > window:
-        # Masks here are full attention: beyond the window they would differ from the model's own, silently.
-        raise ValueError(
-            f"{what} = {tokens} tokens, beyond the target's sliding window of {window} tokens, which is not "
-            "supported; lower that"
-        )
 
 
-def _sliding_window(target: TargetAdapter) -> int | None:
-    """The window if any layer slides, else None. Without layer types a window in the config counts."""
-    kinds = getattr(target.config, "layer_types", None)
-    if kinds is not None and not any("sliding" in kind or "chunked" in kind for kind in kinds):
-        return None
-    for name in ("sliding_window", "attention_chunk_size"):
-        value = getattr(target.config, name, None)
-        if isinstance(value, int):
-            return value
+def required_bytes(target: TargetAdapter, rows: int, slots: int, nodes: int, longest_prompt: int) -> int:
+    """Estimated memory of a generation beside the weights: cache, masks, and the logits of a pass.
+
+    slots: cache slots per row; nodes: tokens per row in a verification pass.
+    """
+    width = target.dtype.itemsize
+    cache = rows * slots * target.cache_bytes_per_slot
+    masks = rows * (nodes * slots + longest_prompt * longest_prompt) * width
+    logits = rows * nodes * target.vocab_size * (width + 4)  # as computed, and a copy in fp32
+    return cache + masks + logits
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that may still be used on the device; None where that cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
     return None
 
 
-def prefill(target: TargetAdapter, prompt_ids: Sequence[int], cache: SlotCache) -> TargetOutput:
-    """One causal pass over the prompt into an empty cache; logits [1, 1, V] of the last token only."""
-    count = len(prompt_ids)
-    ids_1N = torch.tensor([list(prompt_ids)], device=target.device)
-    positions_1N = torch.arange(count, device=target.device)[None]
-    causal = torch.ones(1, count, count, dtype=torch.bool, device=target.device).tril()
-    return target.forward(ids_1N, positions_1N, additive_mask(causal, target.dtype), cache, keep_last=1)
+def check_memory(target: TargetAdapter, rows: int, slots: int, nodes: int, longest_prompt: int) -> None:
+    """Raises ValueError, before anything is allocated, if the generation cannot fit."""
+    wanted = required_bytes(target, rows, slots, nodes, longest_prompt)
+    free = available_bytes(target.device)
+    if free is not None and wanted > free:
+        raise ValueError(
+            f"{rows} rows of {slots} slots (prompt + --max-new-tokens + tree) need about {wanted / 2**30:.2f} GiB "
+            f"beside the weights, but {free / 2**30:.2f} GiB are free on {target.device}; lower --max-new-tokens, the "
+            "number of rows or --tree-nodes"
+        )
 
 
-class MaskBuffer:
-    """Memory for additive masks [1, 1, N, S], allocated once per generation.
+def head_features(needs: Needs, out: TargetOutput) -> Tensor:
+    """What a head takes from a target pass, [B, N, F]: features after the final norm, then its taps."""
+    parts = [out.hidden_BNH] if needs.features else []
+    parts += [out.taps[k] for k in needs.taps]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
-    Masks are handed out as contiguous views that share the memory: only the last one given is valid.
+
+def prefill(
+    target: TargetAdapter, prompts: Sequence[Sequence[int]], cache: SlotCache, needs: Needs | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Causal passes over the prompts into an empty cache of as many rows.
+
+    Shorter prompts are padded on the right; the padding's slots are overwritten later.
+
+    Returns:
+        Logits [B, V] after each prompt's last token, and the head's features [B, L, F] (None without `needs`).
+    """
+    longest = max(len(p) for p in prompts)
+    chunk = max(1, _PREFILL_TOKENS // longest)
+    if chunk >= len(prompts):
+        return _prefill_rows(target, prompts, longest, cache, needs)
+    logits, features = [], []
+    for start in range(0, len(prompts), chunk):
+        rows = prompts[start : start + chunk]
+        part = target.new_cache(longest, len(rows))
+        part_logits, part_features = _prefill_rows(target, rows, longest, part, needs)
+        logits.append(part_logits)
+        if part_features is not None:
+            features.append(part_features)
+        cache.write_rows(start, part)
+    return torch.cat(logits), torch.cat(features) if features else None
+
+
+def _prefill_rows(
+    target: TargetAdapter, prompts: Sequence[Sequence[int]], longest: int, cache: SlotCache, needs: Needs | None
+) -> tuple[Tensor, Tensor | None]:
+    device, lengths = target.device, [len(p) for p in prompts]
+    ids_BL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+    position_L = torch.arange(longest, device=device)
+    causal_LL = position_L <= position_L[:, None]
+    length_B = torch.tensor(lengths, device=device)
+    # A padded query sees the prompt and the padding up to itself: no row is empty, and nothing real sees padding.
+    visible_BLL = causal_LL.expand(len(prompts), longest, longest)
+    position_BL = position_L.expand(len(prompts), longest)
+    mask = target.masks.build(visible_BLL, position_BL, position_BL, target.dtype)
+    last = sorted({length - 1 for length in lengths})
+    out = target.forward(ids_BL, position_BL, mask, cache, keep=last)
+    cache.set_lengths(lengths)
+    which_B = torch.searchsorted(torch.tensor(last, device=device), length_B - 1)
+    logits_BV = out.logits_BNV[torch.arange(len(prompts), device=device), which_B]
+    return logits_BV, None if needs is None else head_features(needs, out)
+
+
+class TreeMasks:
+    """Attention masks of verification passes, [B, 1, N, S], in memory allocated once.
+
+    Only the columns of the tree and of what the last commit may have kept are rewritten per round. Targets with
+    windows get theirs by position, one mask per kind of layer, anew each round.
     """
 
-    def __init__(self, nodes: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._memory = torch.zeros(nodes * slots, dtype=dtype, device=device)
-        self._hidden = torch.finfo(dtype).min
+    def __init__(self, target: TargetAdapter, nodes: int, lengths: Sequence[int], slots: int) -> None:
+        self._target, self._nodes = target, nodes
+        self._hidden = torch.finfo(target.dtype).min
+        shape = (len(lengths), 1, nodes, slots)
+        self._memory = torch.full(shape, self._hidden, dtype=target.dtype, device=target.device)
+        for row, length in enumerate(lengths):
+            self._memory[row, :, :, :length] = 0
+        self._column_K = torch.arange(-nodes, nodes, device=target.device)
 
-    def tree(self, ancestors_1NN: Tensor, prefix: int) -> Tensor:
-        """Each of N nodes sees `prefix` slots, its ancestors and itself: [1, 1, N, prefix + N]."""
-        nodes = ancestors_1NN.shape[1]
-        size = nodes * (prefix + nodes)
-        assert size <= self._memory.numel(), f"mask of {size} entries, room for {self._memory.numel()}"
-        mask = self._memory[:size].zero_().view(1, 1, nodes, prefix + nodes)
-        mask[0, 0, :, prefix:].masked_fill_(~ancestors_1NN[0], self._hidden)
-        return mask
+    def keep_rows(self, rows: Tensor) -> None:
+        self._memory = self._memory[rows]
+
+    def tree(self, ancestors_BNN: Tensor, depth_BN: Tensor, length_B: Tensor, end: int) -> Tensor | dict[str, Tensor]:
+        """Every node sees its row's `length_B` committed slots, its ancestors and itself; S = `end` slots.
+
+        Valid until the next call. Trees may have fewer nodes than the memory was made for.
+        """
+        nodes = ancestors_BNN.shape[1]
+        assert nodes <= self._nodes, f"tree of {nodes} nodes, masks for {self._nodes}"
+        block = torch.full((len(ancestors_BNN), self._nodes, 2 * self._nodes), self._hidden, dtype=self._memory.dtype)
+        block = block.to(self._memory.device)
+        block[:, :, : self._nodes] = 0  # slots before the tree: committed
+        block[:, :nodes, self._nodes : self._nodes + nodes].masked_fill_(ancestors_BNN, 0)
+        # Column 0 may be named several times (short rows): it is a committed slot each time.
+        column_BK = (length_B[:, None] + self._column_K).clamp_min(0)
+        index = column_BK[:, None].expand(-1, self._nodes, -1)
+        self._memory[:, 0].scatter_(2, index, block)
+        mask = self._memory[:, :, :nodes, :end]
+        if self._target.masks.plain:
+            return mask
+        position_BN = length_B[:, None] + depth_BN
+        key_BS = torch.arange(end, device=length_B.device).repeat(len(length_B), 1)
+        key_BS.scatter_(1, length_B[:, None] + torch.arange(nodes, device=length_B.device), position_BN)
+        return self._target.masks.build(mask[:, 0] == 0, position_BN, key_BS, self._target.dtype)
 
 
 class Clock:
-    """Wall clock that books the time since the last lap to a phase of `stats.seconds`."""
+    """Wall clock that books the time since the last lap to a phase of `stats.seconds`.
 
-    def __init__(self, stats: DecodeStats, device: torch.device) -> None:
+    On an accelerator work is queued, so a lap shows where the host waited; `exact` synchronises at every lap.
+    """
+
+    def __init__(self, stats: DecodeStats, device: torch.device, exact: bool = False) -> None:
         self._seconds = stats.seconds
-        self._device = device
+        self._device = device if exact and device.type == "cuda" else None
         self._last = self._now()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # work is queued: without this it is booked to a later phase
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def lap(self, phase: str) -> None:

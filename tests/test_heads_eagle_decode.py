@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heads.base import TreePolicy
-from heads.growing import _best_children
+from heads.growing import _best_children, sampled_levels
 from heads.tree import paths
 from tests.tiny import prompt_ids, tiny_head, tiny_target
 
@@ -24,7 +24,7 @@ def committed(head: Any, features: torch.Tensor, sizes: list[int], policy: TreeP
         head.commit(state, features[:, done : done + size], after)
         done += size
         if policy is not None:
-            head.draft(state, TOKENS[done], policy)
+            head.draft(state, torch.tensor([TOKENS[done]]), policy)
     return state
 
 
@@ -42,13 +42,13 @@ def make_features() -> torch.Tensor:
 def test_state_does_not_depend_on_the_blocks_nor_on_drafts(head: Any, features: torch.Tensor, sizes: list[int]) -> None:
     want = committed(head, features, [14])
     got = committed(head, features, sizes, TreePolicy(width=3, depth=3, total=8))
-    assert got.length == want.length == 14
+    assert got.lengths == want.lengths == [14]
     for name in ("keys", "values"):
         left, right = getattr(got, name)[:, :, :14], getattr(want, name)[:, :, :14]
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got.last_11H, want.last_11H, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.last_B1H, want.last_B1H, atol=1e-5, rtol=1e-5)
     # The stride of a longer row, kept by a slice, makes a CPU's bf16 LM head 25 times slower.
-    assert got.last_11H.stride() == (64, 64, 1)
+    assert got.last_B1H.stride() == (64, 64, 1)
 
 
 def chain_log_prob(head: Any, features: torch.Tensor, path: list[int]) -> float:
@@ -62,9 +62,9 @@ def chain_log_prob(head: Any, features: torch.Tensor, path: list[int]) -> float:
     for index, token in enumerate(path):
         state = head.start(64)
         head.commit(state, inputs, torch.tensor([tokens]))
-        total += head.target.logits(state.last_11H)[0, 0].log_softmax(-1)[token].item()
+        total += head.target.logits(state.last_B1H)[0, 0].log_softmax(-1)[token].item()
         if index + 1 < len(path):  # the drafted feature takes the place of the true one
-            inputs = torch.cat([inputs, state.last_11H], 1)
+            inputs = torch.cat([inputs, state.last_B1H], 1)
             tokens = [*tokens, token]
     return total
 
@@ -76,7 +76,7 @@ def test_tree_scores_are_those_of_its_paths_drafted_alone(
     head: Any, features: torch.Tensor, policy: TreePolicy
 ) -> None:
     state = committed(head, features, [9, 5])
-    tree = head.draft(state, TOKENS[14], policy).validate()
+    tree = head.draft(state, torch.tensor([TOKENS[14]]), policy).validate()
     assert tree.token_BN[0, 0] == TOKENS[14]
     assert tree.depth_BN.max() <= policy.depth
     tokens = tree.token_BN[0].tolist()
@@ -106,16 +106,16 @@ def children(head: Any, features: torch.Tensor, path: tuple[int, ...]) -> list[i
     state = head.start(64)
     head.commit(state, inputs, torch.tensor([tokens]))
     for token in path:
-        inputs, tokens = torch.cat([inputs, state.last_11H], 1), [*tokens, token]
+        inputs, tokens = torch.cat([inputs, state.last_B1H], 1), [*tokens, token]
         state = head.start(64)
         head.commit(state, inputs, torch.tensor([tokens]))
-    return head.target.logits(state.last_11H)[0, 0].topk(5).indices.tolist()
+    return head.target.logits(state.last_B1H)[0, 0].topk(5).indices.tolist()
 
 
 @pytest.mark.parametrize("policy", [TreePolicy(3, 3, 9), TreePolicy(2, 3, 30)], ids=str)
 def test_tree_has_the_best_nodes(head: Any, features: torch.Tensor, policy: TreePolicy) -> None:
     state = committed(head, features, [14])
-    tree = head.draft(state, TOKENS[14], policy)
+    tree = head.draft(state, torch.tensor([TOKENS[14]]), policy)
     tokens = tree.token_BN[0].tolist()
     got = {tuple(tokens[node] for node in path[1:]) for path in paths(tree.parent_BN[0])[1:]}
     assert got == expanded(head, features, policy)
@@ -125,18 +125,18 @@ def test_scores_of_extreme_logits() -> None:
     """Far below the best, exp is cut to spare denormal numbers; log_softmax results all the same."""
     logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(6))
     logits = logits * torch.tensor([[0.0], [0.1], [1.0], [30.0], [300.0], [3e4]])
-    score, token = _best_children(logits, 4, None)
-    want = logits.double().log_softmax(-1).gather(1, token).float()
+    score, token = _best_children(logits[None], 4, None)
+    want = logits[None].double().log_softmax(-1).gather(2, token).float()
     torch.testing.assert_close(score, want, atol=1e-5, rtol=1e-6)
 
 
 def test_drafting_needs_a_commit_and_room(head: Any, features: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="commit comes before draft"):
-        head.draft(head.start(8), 1, TreePolicy())
+        head.draft(head.start(8), torch.tensor([1]), TreePolicy())
     state = head.start(14)
     head.commit(state, features[:, :14], torch.tensor([TOKENS[1:15]]))
     with pytest.raises(AssertionError, match="slots"):
-        head.draft(state, TOKENS[14], TreePolicy())
+        head.draft(state, torch.tensor([TOKENS[14]]), TreePolicy())
 
 
 def test_binding_to_another_width_is_refused() -> None:
@@ -144,3 +144,77 @@ def test_binding_to_another_width_is_refused() -> None:
     other = tiny_target(type(head.target.config)(**{**head.target.config.to_dict(), "vocab_size": 256}))
     with pytest.raises(ValueError, match="vocab_size"):
         head.bind(other)
+
+
+COUNTS = [14, 9, 12]
+
+
+def rows_of(head: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A ragged state of three rows with their own texts and features, committed in two blocks."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(0, 512, (3, 15), generator=generator)
+    features = torch.randn(3, 15, 64, generator=generator)
+    state = head.start(64, rows=3)
+    head.commit(state, features[:, :6], tokens[:, 1:7])
+    after = [count - 6 for count in COUNTS]
+    head.commit(state, features[:, 6:14], tokens[:, 7:15], after)
+    return state, features, tokens
+
+
+def alone(head: Any, features: torch.Tensor, tokens: torch.Tensor, row: int) -> Any:
+    state = head.start(64)
+    head.commit(state, features[row : row + 1, : COUNTS[row]], tokens[row : row + 1, 1 : COUNTS[row] + 1])
+    return state
+
+
+def test_rows_do_not_depend_on_each_other(head: Any) -> None:
+    state, features, tokens = rows_of(head)
+    policy = TreePolicy(3, 4, 14)
+    roots = torch.stack([tokens[row, count] for row, count in enumerate(COUNTS)])
+    trees = head.draft(state, roots, policy).validate()
+    head.keep_rows(state, torch.tensor([2, 0]))
+    kept = head.draft(state, roots[[2, 0]], policy)
+    for row in range(3):
+        single = alone(head, features, tokens, row)
+        torch.testing.assert_close(rows_of(head)[0].last_B1H[row], single.last_B1H[0], atol=1e-5, rtol=1e-5)
+        tree = head.draft(single, roots[row : row + 1], policy)
+        for name in ("token_BN", "parent_BN", "depth_BN"):
+            assert torch.equal(getattr(trees, name)[row], getattr(tree, name)[0])
+            if row in (2, 0):
+                assert torch.equal(getattr(kept, name)[(2, 0).index(row)], getattr(tree, name)[0])
+
+
+def likeliest(logits: torch.Tensor, path: torch.Tensor, children: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `ChildSampler` without chance, so that its trees can be checked path by path."""
+    q = logits.softmax(-1)
+    return q.topk(children).indices, q
+
+
+@pytest.mark.parametrize("policy", [TreePolicy(4, 3, 14), TreePolicy(1, 4, 5), TreePolicy(6, 4, 16)], ids=str)
+def test_sampled_trees_carry_their_distributions(head: Any, features: torch.Tensor, policy: TreePolicy) -> None:
+    """q of every expanded node is the head's own distribution after that node's path, computed alone."""
+    state = committed(head, features, [9, 5])
+    tree = head.draft(state, torch.tensor([TOKENS[14]]), policy, likeliest).validate()
+    assert tree.proposal == "sampled" and tree.nodes <= policy.total and tree.depth_BN.max() == policy.depth
+    tokens = tree.token_BN[0].tolist()
+    has_children = set(tree.parent_BN[0].tolist())
+    for path in paths(tree.parent_BN[0]):
+        row = int(tree.q_row_BN[0, path[-1]])
+        assert (row >= 0) == (path[-1] in has_children)
+        if row < 0:
+            continue
+        drafted = [tokens[node] for node in path[1:]]
+        for token in (3, 77, 400):
+            whole = chain_log_prob(head, features, [*drafted, token])
+            above = chain_log_prob(head, features, drafted) if drafted else 0.0
+            assert tree.q_BMV[0, row, token].log().item() == pytest.approx(whole - above, abs=2e-3)
+
+
+@pytest.mark.parametrize("total", range(2, 40))
+def test_sampled_levels_fit(total: int) -> None:
+    for width in (1, 3, 8):
+        for depth in (1, 2, 4, 6):
+            plan = sampled_levels(TreePolicy(width, depth, total))
+            assert sum(f * k for f, k in plan) <= total - 1
+            assert len(plan) == min(depth, total - 1) and plan[0][0] == 1
+            assert all(f <= a * b for (f, _), (a, b) in zip(plan[1:], plan[:-1], strict=True))

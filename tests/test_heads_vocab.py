@@ -49,7 +49,7 @@ def test_all_tokens_change_nothing_and_few_limit_the_tree() -> None:
         generator = torch.Generator().manual_seed(0)
         state = head.start(64)
         head.commit(state, torch.randn(1, 6, target.hidden_size, generator=generator), torch.arange(6)[None])
-        trees.append(head.draft(state, 5, TreePolicy(4, 3, 12)))
+        trees.append(head.draft(state, torch.tensor([5]), TreePolicy(4, 3, 12)))
     assert torch.equal(trees[0].token_BN, trees[1].token_BN)
     torch.testing.assert_close(trees[0].score_BN, trees[1].score_BN)
     drafted = set(trees[2].token_BN[0, 1:].tolist())

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from heads.base import DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy
-from heads.config import HeadConfig
+from heads.base import DraftHead, TreePolicy
 from heads.target import TargetAdapter
-from heads.tree import DraftTree, rerank
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
-from infer.metrics import DecodeStats
+from infer.metrics import PHASES, DecodeStats
 from infer.stopping import StopRule
+from tests.oracle import OracleHead
 from tests.tiny import CONFIGS, library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target
 
 MODELS = list(CONFIGS)
@@ -31,59 +29,8 @@ PROMPT = prompt_ids(9)
 NEW = 32
 
 
-@dataclass
-class Seen:
-    """State of the oracle drafter: how many (feature, token) pairs it was given, and what they were."""
-
-    features: list[Tensor]
-    tokens: list[int]
-
-
-class OracleHead(DraftHead):
-    """Knows the target's greedy text and drafts it right to a depth that changes from round to round.
-
-    Beside the right branch it grows wrong ones, in some rounds before it, so that accepted slots have gaps.
-    """
-
-    needs = Needs(features=True, taps=(1,))
-
-    def __init__(self, target: TargetAdapter, prompt: list[int], text: list[int]) -> None:
-        super().__init__(HeadConfig.derive("eagle", target.config, target.vocab_size, target.name))
-        self.prompt, self.text = prompt, text
-        self.rounds = 0
-
-    def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
-        raise NotImplementedError
-
-    def start(self, capacity: int) -> Seen:
-        return Seen([], [])
-
-    def commit(self, state: Seen, feature_1AH: Tensor, next_token_1A: Tensor) -> None:
-        assert feature_1AH.shape[:2] == next_token_1A.shape
-        state.features.append(feature_1AH)
-        state.tokens += next_token_1A[0].tolist()
-        self.state = state
-
-    def draft(self, state: Seen, root_token: int, policy: TreePolicy) -> DraftTree:
-        known = [*self.prompt, *self.text]
-        assert [known[0], *state.tokens] == known[: len(state.tokens) + 1], "committed tokens are not the text"
-        assert root_token == state.tokens[-1]
-        right = (known[len(state.tokens) + 1 :] + [0] * policy.depth)[: policy.depth]
-        good = self.rounds % (policy.depth + 1)
-        self.rounds += 1
-        token, parent, depth, score = [root_token], [-1], [0], [0.0]
-        above = 0
-        for level, truth in enumerate(right, 1):
-            wrong = [(truth + 1 + i) % 512 for i in range(policy.width - 1)]
-            best = -0.5 * level - 0.1 * (self.rounds % 2)  # on every other round the wrong siblings come first
-            for value in [*wrong, truth if level <= good else (truth + 7) % 512]:
-                token.append(value)
-                parent.append(above)
-                depth.append(level)
-                score.append(best if value not in wrong else -0.5 * level - 0.05)
-            above = len(token) - 1
-        columns = torch.tensor([token]), torch.tensor([parent]), torch.tensor([depth]), torch.tensor([score])
-        return rerank(*columns, policy.total)
+def oracle(target: TargetAdapter, prompt: list[int], text: list[int]) -> OracleHead:
+    return OracleHead(target, [prompt], [text])
 
 
 @functools.cache
@@ -121,7 +68,7 @@ def test_random_head(name: str, policy: str) -> None:
 def test_oracle_head_accepts_every_length(name: str, policy: str) -> None:
     expected = library_text(name)
     target = tiny_target(name, taps=(1,))
-    head = OracleHead(target, PROMPT, expected)
+    head = oracle(target, PROMPT, expected)
     new_ids, stats = decode(target, head, POLICIES[policy])
     assert new_ids == expected
     assert set(stats.accepted_per_round) == set(range(POLICIES[policy].depth + 1))
@@ -133,14 +80,14 @@ def test_head_gets_the_true_features(name: str) -> None:
     """Features committed over many rounds are those of one plain pass over the whole text."""
     expected = library_text(name)
     target = tiny_target(name, taps=(1,))
-    head = OracleHead(target, PROMPT, expected)
+    head = oracle(target, PROMPT, expected)
     decode(target, head, POLICIES["tree"])
-    got = torch.cat(head.state.features, 1)
+    got = torch.cat(head.seen[0].features)[None]
     known = [*PROMPT, *expected]
     out = tiny_model(name)(torch.tensor([known[: got.shape[1]]]), output_hidden_states=True)
     want = torch.cat([out.hidden_states[-1], out.hidden_states[2]], -1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)  # summation order over 60 positions
-    assert head.state.tokens == known[1 : got.shape[1] + 1]
+    assert head.seen[0].tokens == known[1 : got.shape[1] + 1]
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "random"])
@@ -151,7 +98,7 @@ def test_eos_at_every_offset(name: str, drafter: str) -> None:
     target = tiny_target(name, taps=(1,))
     offsets = set()
     for eos in dict.fromkeys(text):
-        head = OracleHead(target, PROMPT, text) if drafter == "oracle" else tiny_head(target)
+        head = oracle(target, PROMPT, text) if drafter == "oracle" else tiny_head(target)
         new_ids, stats = decode(target, head, POLICIES["tree"], eos_ids=frozenset({eos}), max_new_tokens=24)
         assert new_ids == text[: text.index(eos) + 1]
         if stats.target_passes:
@@ -167,7 +114,7 @@ def test_every_limit(name: str, policy: str) -> None:
     text = library_text(name, 16)
     target = tiny_target(name, taps=(1,))
     for limit in range(1, 14):
-        for head in (OracleHead(target, PROMPT, text), tiny_head(target)):
+        for head in (oracle(target, PROMPT, text), tiny_head(target)):
             new_ids, stats = decode(target, head, POLICIES[policy], max_new_tokens=limit)
             assert new_ids == text[:limit]
             assert stats.new_tokens == limit
@@ -181,7 +128,7 @@ def test_gpt2_up_to_its_last_position(length: int, policy: str) -> None:
     room = 64 - length
     text = library_greedy(tiny_model("gpt2"), prompt, room)
     target = tiny_target("gpt2", taps=(1,))
-    for head in (OracleHead(target, prompt, text), tiny_head(target)):
+    for head in (oracle(target, prompt, text), tiny_head(target)):
         new_ids, _ = decode(target, head, POLICIES[policy], prompt=prompt, max_new_tokens=room)
         assert new_ids == text
     with pytest.raises(ValueError) as error:
@@ -193,7 +140,7 @@ def test_streamed_blocks_add_up() -> None:
     target = tiny_target("llama", taps=(1,))
     text = library_text("llama")
     blocks: list[list[int]] = []
-    head = OracleHead(target, PROMPT, text)
+    head = oracle(target, PROMPT, text)
     rule = StopRule(frozenset(), NEW)
     new_ids, stats = decode_speculative(target, head, PROMPT, POLICIES["tree"], rule, blocks.append)
     assert [token for block in blocks for token in block] == new_ids
@@ -206,7 +153,7 @@ def test_time_is_split_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.prefill.time.perf_counter", lambda: float(next(ticks)))
     target = tiny_target("llama")
     stats: DecodeStats = decode(target, tiny_head(target), POLICIES["tree"], max_new_tokens=8)[1]
-    assert all(stats.seconds[phase] > 0 for phase in ("prefill", "draft", "target", "rest"))
+    assert all(stats.seconds[phase] > 0 for phase in PHASES)
     assert stats.total_seconds == next(ticks) - 1  # every reading but the first ends a lap
 
 
@@ -228,22 +175,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="bfloat16"):
         decode(target, tiny_head(target).to(torch.bfloat16), tree)
     with pytest.raises(ValueError, match="layers"):
-        decode(target, OracleHead(target, PROMPT, []), tree)
+        decode(target, oracle(target, PROMPT, []), tree)
     with pytest.raises(ValueError, match="--tree-width"):
         decode(target, head, TreePolicy(width=513, depth=1, total=4))
-
-
-def test_beyond_a_sliding_window_is_refused() -> None:
-    config = type(CONFIGS["qwen2"])(
-        **{
-            **CONFIGS["qwen2"].to_dict(),
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 0,
-        }
-        | {"layer_types": None}
-    )
-    target = tiny_target(config)
-    assert len(decode(target, tiny_head(target), POLICIES["tree"], max_new_tokens=16 - len(PROMPT))[0]) == 7
-    with pytest.raises(ValueError, match="sliding window of 16"):
-        decode(target, tiny_head(target), POLICIES["tree"], max_new_tokens=17 - len(PROMPT))

@@ -1,0 +1,87 @@
+"""Loading a target with its head and tokenizer, for every command that decodes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from heads.base import DraftHead
+from heads.checkpoint import load_head, read_config
+from heads.embedded import resolve_target
+from heads.target import TargetAdapter, pick_device
+from infer.probe import require_tree
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target, the head bound to it (None: decode plainly), and the target's tokenizer."""
+
+    target: TargetAdapter
+    head: DraftHead | None
+    tokenizer: Any
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `load_models` reads."""
+    add = parser.add_argument_group("model").add_argument
+    add("--head", metavar="DIR", required=True, help="a head written by training")
+    add("--target", help='hub id, directory or "embedded"; default: the one the head was trained for')
+    add("--cache-dir", metavar="DIR", help="where the embedded target is kept")
+    add("--dtype", choices=_DTYPES, default="auto", help="auto: as the target is stored (default)")
+    add("--device", default="auto", help="auto (default): cuda if there is one, else cpu")
+    add("--device-map", metavar="MAP", help='spread the target over devices, as transformers\' device_map ("auto")')
+    add("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    add("--trust-remote-code", action="store_true", help="run model code from the hub")
+
+
+def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
+    """Loads what `add_model_options` asked for; the target must pass the probe, unless no head is to be used.
+
+    Raises:
+        ValueError: anything that cannot be loaded or does not fit, naming the option to change.
+    """
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads is {args.threads}, expected 1 or more")
+        torch.set_num_threads(args.threads)
+    config = read_config(args.head)
+    path = args.target or config.target
+    head = None if plain else load_head(args.head)
+    revision = config.target_revision if path == config.target else None
+    target = TargetAdapter.load(
+        path,
+        dtype=args.dtype,
+        device=_device(args.device),
+        device_map=args.device_map,
+        revision=revision,
+        trust_remote_code=args.trust_remote_code,
+        cache_dir=args.cache_dir,
+        taps=() if head is None else head.needs.taps,
+    )
+    if head is not None:
+        head = head.to(device=target.head_device, dtype=target.dtype).eval()
+        head.bind(target)
+        require_tree(target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_target(path, args.cache_dir), revision=revision, trust_remote_code=args.trust_remote_code
+        )
+    except OSError as error:
+        raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
+    return Loaded(target, head, tokenizer)
+
+
+def _device(wanted: str) -> torch.device:
+    try:
+        device = torch.device(pick_device(wanted))
+    except RuntimeError as error:
+        raise ValueError(f"--device: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {device}, but torch sees no CUDA device; use --device cpu")
+    return device
