@@ -10,6 +10,7 @@ config ...) means the same here, because `generate` itself prepares it and hands
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -169,11 +170,12 @@ def draft_generate(
         tokenizer=call.tokenizer,
         criteria=tuple(stopping_criteria),
     )
+    processors = _per_row(logits_processor, len(prompts))
     requests = [
         RowRequest(
             prompt_ids=prompt,
             stop=stop,
-            processors=logits_processor or None,
+            processors=processors[row],
             prefix_ids=prefix,
             seed=seed,
             on_tokens=None if call.on_tokens is None else functools.partial(call.on_tokens, row),
@@ -215,6 +217,25 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[li
         prompts.append(prompt)
         prefixes.append([*ids[: real[0]], *ids[real[-1] + 1 :], *prompt])
     return prompts, prefixes
+
+
+def _per_row(processors: LogitsProcessorList, rows: int) -> list[LogitsProcessorList | None]:
+    """The processors of each row; the same list for all where none of them holds something per row."""
+    if not processors:
+        return [None] * rows
+    lengths = [getattr(one, "prompt_ignore_length", None) for one in processors]
+    if not any(isinstance(length, Tensor) for length in lengths):
+        return [processors] * rows
+    lists: list[LogitsProcessorList | None] = []
+    for row in range(rows):
+        mine = LogitsProcessorList()
+        for one, length in zip(processors, lengths, strict=True):
+            if isinstance(length, Tensor):
+                one = copy.copy(one)
+                one.prompt_ignore_length = int(length[row])
+            mine.append(one)
+        lists.append(mine)
+    return lists
 
 
 def _eos_ids(config: GenerationConfig) -> frozenset[int]:
