@@ -63,11 +63,10 @@ class SlotCache(Cache):
 
     Args:
         rows: batch size B, fixed until `keep_rows`.
-        static: always hand out the whole capacity, and write by index, so that shapes never change (compiled passes).
     """
 
-    def __init__(self, num_layers: int, capacity: int, rows: int = 1, static: bool = False) -> None:
-        self.capacity, self.static = capacity, static
+    def __init__(self, num_layers: int, capacity: int, rows: int = 1) -> None:
+        self.capacity = capacity
         self.lengths = [0] * rows  # slots filled, per row
         self._buffers: dict[Any, list[Tensor]] = {}  # (shape, dtype, device) of a layer's keys -> [part, B, Hkv, S, hd]
         self._parts: dict[Any, int] = {}
@@ -98,16 +97,16 @@ class SlotCache(Cache):
         return sum(b.numel() * b.element_size() for buffers in self._buffers.values() for b in buffers)
 
     def place(self, slot_BN: Tensor) -> None:
-        """Where the next static pass writes, as a tensor, so that no shape or constant changes from pass to pass."""
+        """Makes the next pass a static one: it writes by index, and attention sees the whole capacity, so that no shape
+        or constant changes from pass to pass."""
         self._slot_BN = slot_BN
 
     def write(self, memory: Tensor, new: Tensor) -> Tensor:
         """Writes [B, Hkv, N, hd] behind every row's tokens; returns what attention sees, [B, Hkv, S, hd]."""
-        if not self.static:
+        slot_BN = self._slot_BN
+        if slot_BN is None:
             write_slots(memory, new, self.lengths)
             return memory[:, :, : self.length + new.shape[2]]
-        slot_BN = self._slot_BN
-        assert slot_BN is not None, "place() comes before a static pass"
         if slot_BN.shape[0] == 1:
             return memory.index_copy_(2, slot_BN[0], new)
         row_B1 = torch.arange(slot_BN.shape[0], device=memory.device)[:, None]
@@ -117,6 +116,7 @@ class SlotCache(Cache):
     def advance(self, count: int) -> None:
         """The pass of `count` tokens is over: they belong to the rows until a commit says otherwise."""
         self.lengths = [length + count for length in self.lengths]
+        self._slot_BN = None
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Drops everything behind these lengths, per row (after a prefill of padded rows)."""
@@ -155,7 +155,7 @@ class SlotCache(Cache):
         """Copies the filled slots of `part`, and its lengths, into rows start .. start + its rows."""
         rows, end = len(self.lengths), start + len(part.lengths)
         for mine, theirs in zip(self.layers, part.layers, strict=True):
-            if not (isinstance(theirs, SlotLayer) and theirs.is_initialized):
+            if not (isinstance(mine, SlotLayer) and isinstance(theirs, SlotLayer) and theirs.is_initialized):
                 continue
             assert theirs.keys is not None and theirs.values is not None
             if not mine.is_initialized:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from heads.cache import SlotCache
+from heads.compiled import StaticPasses
 from heads.embedded import resolve_target
 from heads.masks import LayerMasks, Masks
 
@@ -113,6 +115,8 @@ class TargetAdapter:
         self._hidden: Tensor | None = None
         self._taps: dict[int, Tensor] = {}
         self.tap_layers: tuple[int, ...] = ()
+        self._compiled: StaticPasses | None = None
+        self._static: StaticPasses | None = None  # the same, where passes are to be compiled now
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
@@ -236,15 +240,33 @@ class TargetAdapter:
         return min(limits, key=lambda limit: limit.slots, default=None)
 
     def new_cache(self, capacity: int, rows: int = 1) -> SlotCache:
-        return SlotCache(self.num_layers, capacity, rows)
+        """A cache for as many slots per row (more of them where passes are compiled)."""
+        return SlotCache(self.num_layers, capacity if self._static is None else self._static.capacity(capacity), rows)
+
+    @contextmanager
+    def static_passes(self, on: bool = True) -> Iterator[None]:
+        """Within it, passes of few tokens are compiled. Their masks are as wide as the cache (`mask_width`)."""
+        if on and self._compiled is None:
+            self._compiled = StaticPasses(self.model, self._cache_name)
+        before, self._static = self._static, self._compiled if on else None
+        try:
+            yield
+        finally:
+            self._static = before
+
+    def mask_width(self, tokens: int, cache: SlotCache) -> int:
+        """Slots that the masks of the next pass of `tokens` tokens must have."""
+        static = self._static is not None and self._static.fits(tokens)
+        return cache.capacity if static else cache.length + tokens
 
     @functools.cached_property
     def cache_bytes_per_slot(self) -> int:
         """Keys and values of one token in all layers, measured on one pass over one token."""
-        cache = self.new_cache(1)
+        cache = SlotCache(self.num_layers, 1)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
-        self.forward(zero, zero, self.masks.build(seen, zero, zero, self.dtype), cache)
+        with self.static_passes(False):
+            self.forward(zero, zero, self.masks.build(seen, zero, zero, self.dtype), cache)
         return cache.bytes
 
     @property
@@ -274,18 +296,24 @@ class TargetAdapter:
                 eager attention.
             keep: columns whose logits are wanted; None means all.
         """
-        slots = cache.capacity if cache.static else cache.length + ids_BN.shape[1]
+        count = ids_BN.shape[1]
+        slots = self.mask_width(count, cache)
         for mask in masks.values() if isinstance(masks, dict) else (masks,):
-            assert mask.is_floating_point() and mask.shape[-1] == slots, "mask shape"
-        kwargs: dict[str, Any] = {self._cache_name: cache}
-        if self._keeps_logits and keep is not None:
-            # As an index, not a count: a count makes a strided view, on which a CPU's bf16 LM head is 100x slower.
-            kwargs["logits_to_keep"] = torch.tensor(keep, device=ids_BN.device)
-        out = self.model(input_ids=ids_BN, position_ids=position_BN, attention_mask=masks, use_cache=True, **kwargs)
-        cache.advance(ids_BN.shape[1])
+            assert mask.is_floating_point() and mask.shape[-1] == slots, f"mask of {mask.shape[-1]} slots, not {slots}"
+        if self._static is not None and self._static.fits(count):
+            logits = self._static(ids_BN, position_BN, masks, cache)
+            logits = logits if keep is None else logits[:, list(keep)]
+        else:
+            kwargs: dict[str, Any] = {self._cache_name: cache}
+            if self._keeps_logits and keep is not None:
+                # An index, not a count: a count makes a strided view, on which a CPU's bf16 LM head is 100x slower.
+                kwargs["logits_to_keep"] = torch.tensor(keep, device=ids_BN.device)
+            out = self.model(input_ids=ids_BN, position_ids=position_BN, attention_mask=masks, use_cache=True, **kwargs)
+            logits = out.logits if keep is None or self._keeps_logits else out.logits[:, list(keep)]
+        cache.advance(count)
         assert self._hidden is not None, "the decoder's hook did not run"
-        logits = out.logits if keep is None or self._keeps_logits else out.logits[:, list(keep)]
-        return TargetOutput(logits.to(self.head_device), self._hidden, dict(self._taps))
+        taps = {k: tap[:, :count] for k, tap in self._taps.items()}
+        return TargetOutput(logits.to(self.head_device), self._hidden[:, :count], taps)
 
     @torch.inference_mode()
     def hidden_states(self, ids_BT: Tensor, valid_BT: Tensor) -> Tensor:

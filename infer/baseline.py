@@ -6,17 +6,15 @@ two measures drafting and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from heads.target import TargetAdapter
 from heads.topk import argmax_of
 from infer.metrics import DecodeStats
-from infer.prefill import Clock, TreeMasks, check_memory, check_request, prefill
+from infer.prefill import Clock, OnBlock, TreeMasks, check_memory, check_request, prefill
 from infer.stopping import RowStop, StopRule
-
-OnTokens = Callable[[list[int]], None]
 
 
 @torch.inference_mode()
@@ -24,12 +22,12 @@ def decode_plain(
     target: TargetAdapter,
     prompt_ids: Sequence[int],
     stop: StopRule,
-    on_tokens: OnTokens | None = None,
+    on_block: OnBlock | None = None,
 ) -> tuple[list[int], DecodeStats]:
     """Greedy decoding of one prompt.
 
     Args:
-        on_tokens: called with each block of emitted ids (here always one).
+        on_block: called with each emitted id, in a list, and 0 (accepted drafts).
 
     Returns:
         The new ids (EOS included) and the counts; one target pass per token after the first.
@@ -52,8 +50,8 @@ def decode_plain(
     clock.lap("prefill")
     while True:
         emitted, reason = row.push([token])
-        if on_tokens is not None:
-            on_tokens(emitted)
+        if on_block is not None:
+            on_block(emitted, 0)
         if reason is not None:
             break
         length_1 = torch.tensor([cache.length], device=target.device)

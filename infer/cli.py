@@ -1,133 +1,185 @@
-"""The command line of `infer/generate.py`: options, loading, and the two things it does."""
+"""The command line of `infer/generate.py`: options, and the things it does with them."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer
+from transformers import LogitsProcessorList
 
-from heads.base import DraftHead, TreePolicy
-from heads.checkpoint import load_head, read_config
-from heads.embedded import resolve_target
-from heads.target import TargetAdapter, pick_device
-from infer.engine import decode_speculative
+from heads.base import TreePolicy
+from heads.checkpoint import read_config
+from heads.tree import Proposal
+from infer.audit import audit, format_audit
+from infer.costs import CalibrationRequest, calibrate, choose
+from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.evaluation import EvalRequest, evaluate, open_results
-from infer.probe import require_tree
-from infer.prompts import Prompt, counts_by_category, encode_prompt, read_prompts, spread
+from infer.loading import Loaded, add_model_options, load_models
+from infer.prompts import Prompt, counts_by_category, encode_messages, encode_prompt, read_prompts, spread
+from infer.sampling import build_processors
 from infer.stopping import StopRule
-from infer.streaming import TextStream
+from infer.streaming import ColourWriter, TextStream, TokenKind
+from infer.verify import RULES
 
-_DTYPES = ("auto", "float32", "bfloat16")
+_LOSSY = "LOSSY: typical acceptance does not follow the target's distribution"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All options of `infer/generate.py`."""
-    tree = TreePolicy()
     parser = argparse.ArgumentParser(
         prog="generate.py",
-        description="Greedy decoding with a draft head. --prompt streams the answer; --eval decodes a prompt "
-        "set with and without the head, interleaved, and prints accept length, acceptance and speed-up.",
+        description="Decoding with a draft head. --prompt, --ids and --chat stream answers; --answer decodes a file; "
+        "--eval decodes a prompt set with and without the head, interleaved, and prints accept length, acceptance and "
+        "speed-up; --audit proves on this target and head that nothing is lost.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="answer this prompt")
-    what.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True).add_argument
+    what("--prompt", metavar="TEXT", help="answer this prompt")
+    what("--ids", metavar="IDS", help="go on after these token ids, separated by commas")
+    what("--chat", action="store_true", help="a conversation: one user turn per line of the standard input")
+    what("--answer", metavar="FILE", help="answer every prompt of a JSONL file; one JSON line each on stdout")
+    what(
         "--eval",
         metavar="FILE",
         help="JSONL; rows have `turns` (Spec-Bench), `messages`, `conversations` or `prompt`; only the first "
         "user turn is used (with the system message before it); `category` groups the table",
     )
-    add = parser.add_argument_group("model").add_argument
-    add("--head", metavar="DIR", required=True, help="a head written by training")
-    add("--target", help='hub id, directory or "embedded"; default: the one the head was trained for')
-    add("--cache-dir", metavar="DIR", help="where the embedded target is kept")
-    add("--dtype", choices=_DTYPES, default="auto", help="auto: as the target is stored (default)")
-    add("--device", default="auto", help="auto (default): cuda if there is one, else cpu")
-    add("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
-    add("--trust-remote-code", action="store_true", help="run model code from the hub")
+    what("--audit", metavar="FILE", help="lossless proof on the prompts of a JSONL file")
+    add_model_options(parser)
     add = parser.add_argument_group("prompt and length").add_argument
     add("--raw", action="store_true", help="no chat template: decode from the bare text")
     add("--system", metavar="TEXT", help="system message before the prompt")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add("--min-new-tokens", type=int, default=0, metavar="N", help="no end of sequence before")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
+    add("--colour", choices=("auto", "always", "never"), default="auto", help="accepted green, corrected yellow")
+    _add_sampling(parser)
+    _add_tree(parser)
+    add = parser.add_argument_group("with --answer, --eval and --audit").add_argument
+    add("--limit", type=int, metavar="N", help="only N prompts, spread evenly over the categories")
+    add("--rows", type=int, metavar="N", help="prompts decoded together (--answer, --eval); default: 1")
+    add(
+        "--json",
+        metavar="FILE",
+        help="with --eval: write the report here; finished prompts are kept in FILE.partial.jsonl, and the same "
+        "command goes on from there after a kill",
+    )
+    add("--draws", type=int, metavar="N", help="with --audit: sampled outputs per rule; default: 2000")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="0 (default): off")
+    add("--top-p", type=float, default=1.0, metavar="P", help="1 (default): off")
+    add("--min-p", type=float, default=0.0, metavar="P", help="0 (default): off")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 (default): off")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="0 (default): off")
+    add("--seed", type=int, default=0, metavar="N", help="default: 0; row i draws with seed N + i")
+    lossless = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
+    add("--rule", choices=lossless, help="how drafts are verified when sampling; all of these are exact")
+    add("--lossy-typical", action="store_true", help="Medusa's typical acceptance: NOT the target's distribution")
+    add("--proposal", choices=("top_k", "sampled"), help="draft the likeliest children (default), or draw them")
+
+
+def _add_tree(parser: argparse.ArgumentParser) -> None:
+    tree = TreePolicy()
     add = parser.add_argument_group("draft tree").add_argument
+    add("--tree", choices=("auto",), help="auto: the best tree, or none, by infer/calibrate.py's measurement")
     add("--tree-width", type=int, metavar="N", help=f"nodes kept per level; default: {tree.width}")
     add("--tree-depth", type=int, metavar="N", help=f"levels; default: {tree.depth}")
     add("--tree-nodes", type=int, metavar="N", help=f"all nodes, root included; default: {tree.total}")
     add("--chain", type=int, metavar="K", help="a chain of K drafts instead of a tree")
-    add = parser.add_argument_group("with --eval").add_argument
-    add("--limit", type=int, metavar="N", help="only N prompts, spread evenly over the categories")
-    add(
-        "--json",
-        metavar="FILE",
-        help="write the report here; finished prompts are kept in FILE.partial.jsonl, and the same command "
-        "goes on from there after a kill",
-    )
-    return parser
-
-
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, TreePolicy]:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    tree = {"width": args.tree_width, "depth": args.tree_depth, "total": args.tree_nodes}
-    given = {name: value for name, value in tree.items() if value is not None}
-    if args.chain is not None and given:
-        parser.error("--chain is a tree of width 1: leave out --tree-width, --tree-depth and --tree-nodes")
-    if args.raw and args.system is not None:
-        parser.error("--system needs a chat template: leave out --raw")
-    for name in ("limit", "json"):
-        if args.eval is None and getattr(args, name) is not None:
-            parser.error(f"--{name} needs --eval")
-    if args.chain is not None:
-        if args.chain < 1:
-            parser.error(f"--chain is {args.chain}, expected 1 or more")
-        return args, TreePolicy(width=1, depth=args.chain, total=args.chain + 1)
-    return args, TreePolicy(**given)
+    add("--plain", action="store_true", help="without drafts (also for targets that cannot verify trees)")
+    add("--compile", action="store_true", help="compile the target's passes: static shapes, a slow first pass")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A target that passed the probe, the head bound to it, and the target's tokenizer."""
+class _Job:
+    """Parsed options, and what they mean for decoding. options None: decode plainly."""
 
-    target: TargetAdapter
-    head: DraftHead
-    tokenizer: Any
+    args: argparse.Namespace
+    argv: list[str]
+    policy: TreePolicy
+    rule: str
+    proposal: Proposal
+
+    @property
+    def options(self) -> DecodeOptions:
+        return DecodeOptions(self.policy, self.rule, self.proposal, compiled=self.args.compile)
+
+    def sampling(self) -> dict[str, Any]:
+        """The settings of `build_processors` that are not at their defaults; empty: greedy without penalties."""
+        args = self.args
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+        chosen = {name: getattr(args, name) for name, value in off.items() if getattr(args, name) != value}
+        if args.temperature:
+            chosen["temperature"] = args.temperature
+        if args.min_new_tokens:
+            chosen["min_new_tokens"] = args.min_new_tokens
+        return chosen
+
+    def processors(self, loaded: Loaded) -> Callable[[Sequence[int]], LogitsProcessorList | None]:
+        settings = {"do_sample": self.args.temperature > 0, **self.sampling()}
+
+        def build(prompt_ids: Sequence[int]) -> LogitsProcessorList | None:
+            device = loaded.target.head_device
+            eos = sorted(loaded.target.eos_ids)
+            built = build_processors(**settings, eos_ids=eos, prompt_length=len(prompt_ids), device=device)
+            return built or None
+
+        return build
+
+    def stop(self, loaded: Loaded) -> StopRule:
+        args = self.args
+        return StopRule(loaded.target.eos_ids, args.max_new_tokens, tuple(args.stop), loaded.tokenizer)
 
 
-def _load(args: argparse.Namespace) -> Loaded:
-    config = read_config(args.head)
-    path = args.target or config.target
-    try:
-        device = torch.device(pick_device(args.device))
-    except RuntimeError as error:
-        raise ValueError(f"--device: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {device}, but torch sees no CUDA device; use --device cpu")
-    head = load_head(args.head)
-    revision = config.target_revision if path == config.target else None
-    target = TargetAdapter.load(
-        path,
-        dtype=args.dtype,
-        device=device,
-        revision=revision,
-        trust_remote_code=args.trust_remote_code,
-        cache_dir=args.cache_dir,
-        taps=head.needs.taps,
-    )
-    head = head.to(device=target.device, dtype=target.dtype).eval()
-    head.bind(target)
-    require_tree(target)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_target(path, args.cache_dir), revision=revision, trust_remote_code=args.trust_remote_code
-        )
-    except OSError as error:
-        raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
-    return Loaded(target, head, tokenizer)
+def _parse(argv: Sequence[str] | None) -> _Job:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    given = {"width": args.tree_width, "depth": args.tree_depth, "total": args.tree_nodes}
+    tree = {name: value for name, value in given.items() if value is not None}
+    if args.chain is not None and tree:
+        parser.error("--chain is a tree of width 1: leave out --tree-width, --tree-depth and --tree-nodes")
+    if args.tree and (tree or args.chain is not None or args.plain):
+        parser.error("--tree auto chooses the tree: leave out --tree-*, --chain and --plain")
+    if (args.raw or args.ids is not None) and args.system is not None:
+        parser.error("--system needs a chat template: leave out --raw and --ids")
+    if args.raw and args.chat:
+        parser.error("--chat needs a chat template: leave out --raw")
+    file = next((name for name in ("answer", "eval", "audit") if getattr(args, name) is not None), None)
+    for name, wanted in (
+        ("limit", ("answer", "eval", "audit")),
+        ("rows", ("answer", "eval")),
+        ("json", ("eval",)),
+        ("draws", ("audit",)),
+    ):
+        if getattr(args, name) is not None and file not in wanted:
+            parser.error(f"--{name} needs --{' or --'.join(wanted)}")
+    if args.plain and file in ("eval", "audit"):
+        parser.error(f"--{file} compares with plain decoding: leave out --plain")
+    if (args.rule or args.lossy_typical) and not args.temperature:
+        parser.error("--rule and --lossy-typical are for sampling: give a --temperature above 0")
+    if args.rule and args.lossy_typical:
+        parser.error("--lossy-typical is a rule of its own: leave out --rule")
+    if args.chain is not None and args.chain < 1:
+        parser.error(f"--chain is {args.chain}, expected 1 or more")
+    policy = TreePolicy(1, args.chain, args.chain + 1) if args.chain is not None else TreePolicy(**tree)
+    proposal: Proposal = args.proposal or "top_k"
+    rule = args.rule or ("sampled" if proposal == "sampled" else "match")
+    rule = "typical_lossy" if args.lossy_typical else rule if args.temperature else "greedy"
+    job = _Job(args, list(sys.argv[1:] if argv is None else argv), policy, rule, proposal)
+    # Bad values are told before anything is loaded.
+    assert job.options
+    StopRule(frozenset(), args.max_new_tokens)
+    build_processors(do_sample=args.temperature > 0, **job.sampling(), prompt_length=1)
+    return job
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -136,62 +188,220 @@ def run(argv: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: anything wrong with the files or values given (argparse ends with code 2 by itself).
     """
-    args, policy = _parse(argv)
-    if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads is {args.threads}, expected 1 or more")
-        torch.set_num_threads(args.threads)
-    StopRule(frozenset(), args.max_new_tokens)  # a bad limit is told before anything is loaded
+    job = _parse(argv)
+    if not job.options.verifier.lossless:
+        _say(_LOSSY)
+    args = job.args
     if args.eval is not None:
-        return _run_eval(args, policy, list(sys.argv[1:] if argv is None else argv))
-    return _run_prompt(args, policy)
-
-
-def _run_prompt(args: argparse.Namespace, policy: TreePolicy) -> int:
-    loaded = _load(args)
-    ids = encode_prompt(loaded.tokenizer, Prompt("prompt", "all", args.prompt, args.system), args.raw)
-
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
-    stream = TextStream(loaded.tokenizer, write)
-    stop = StopRule(loaded.target.eos_ids, args.max_new_tokens)
-    new_ids, stats = decode_speculative(loaded.target, loaded.head, ids, policy, stop, stream.push)
-    stream.finish()
-    tau = "-" if stats.tau is None else f"{stats.tau:.2f}"
-    print(
-        f"\n[accept length {tau} tokens per target pass · {len(new_ids)} tokens · "
-        f"{len(new_ids) / stats.total_seconds:.1f} tokens/s]"
-    )
+        return _run_eval(job)
+    if args.audit is not None:
+        return _run_audit(job)
+    if args.answer is not None:
+        return _run_answer(job)
+    loaded, job = _load(job)
+    if args.chat:
+        return _run_chat(loaded, job)
+    if args.ids is not None:
+        ids = _parse_ids(args.ids)
+    else:
+        ids = encode_prompt(loaded.tokenizer, Prompt("prompt", "all", args.prompt, args.system), args.raw)
+    _stream(loaded, job, ids, sys.stdout.write)
     return 0
 
 
-def _run_eval(args: argparse.Namespace, policy: TreePolicy, argv: list[str]) -> int:
-    everything = read_prompts(args.eval)
-    prompts = spread(everything, args.limit)
-    _say(f"{len(prompts)} of {len(everything)} prompts: {counts_by_category(prompts)}")
-    if args.limit is not None:
-        _say(f"chosen: {' '.join(prompt.id for prompt in prompts)}")
-    if args.system is not None:
-        prompts = [Prompt(p.id, p.category, p.text, args.system) for p in prompts]
-    read_config(args.head)
-    results = open_results(args.json)
+def _load(job: _Job) -> tuple[Loaded, _Job]:
+    """The models, and the job with the tree that is right for them (its head may be dropped: plain decoding)."""
+    args = job.args
     started = time.perf_counter()
-    loaded = _load(args)
+    loaded = load_models(args, plain=args.plain)
+    if args.tree and loaded.head is not None:
+        request = CalibrationRequest(args.head, rows=args.rows or 1)
+        found = calibrate(loaded.target, loaded.head, request, None, _say, args.cache_dir)
+        choice = choose(found.costs, found.acceptance)
+        _say(f"--tree auto: {choice.reason}")
+        if choice.policy is None:
+            loaded = Loaded(loaded.target, None, loaded.tokenizer)
+        else:
+            job = _Job(args, job.argv, choice.policy, job.rule, job.proposal)
+    if args.compile:
+        _say("--compile: the first pass of each size is compiled, which takes a while")
     _say(f"loaded in {time.perf_counter() - started:.1f} s")
+    return loaded, job
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ValueError(f"--ids is {text!r}, expected token ids separated by commas") from error
+
+
+def _stream(loaded: Loaded, job: _Job, ids: list[int], write: Callable[[str], object]) -> str:
+    """Decodes one prompt and writes the text while it is decided, then a line about it. Returns the text."""
+    pieces: list[str] = []
+    colour = job.args.colour == "always" or (job.args.colour == "auto" and sys.stdout.isatty())
+
+    def emit(text: str) -> None:
+        write(text)
+        sys.stdout.flush()
+
+    writer = ColourWriter(emit) if colour else emit
+    stream = TextStream(loaded.tokenizer, writer, job.args.stop, ids)
+    plain_text = TextStream(loaded.tokenizer, pieces.append, job.args.stop, ids)
+
+    def on_block(emitted: list[int], accepted: int) -> None:
+        kinds: list[TokenKind] = ["accepted" if i < accepted else "corrected" for i in range(len(emitted))]
+        stream.push(emitted, kinds if loaded.head is not None else None)
+        plain_text.push(emitted)
+
+    row = RowRequest(ids, job.stop(loaded), job.processors(loaded)(ids), seed=job.args.seed, on_block=on_block)
+    result = decode(loaded.target, loaded.head, [row], _options(loaded, job))[0]
+    stream.finish(result.reason)
+    plain_text.finish(result.reason)
+    if isinstance(writer, ColourWriter):
+        writer.close()
+    emit(f"\n[{_summary(result, loaded)}]\n")
+    return "".join(pieces)
+
+
+def _options(loaded: Loaded, job: _Job) -> DecodeOptions:
+    """Without a head nothing is drawn as a draft: sampling is by rule "match"."""
+    if loaded.head is not None:
+        return job.options
+    return DecodeOptions(rule="match" if job.args.temperature else "greedy", compiled=job.args.compile)
+
+
+def _summary(result: RowResult, loaded: Loaded) -> str:
+    stats = result.stats
+    tau = "-" if stats.tau is None else f"{stats.tau:.2f}"
+    drafts = f"accept length {tau} tokens per target pass" if loaded.head is not None else "plain decoding"
+    return f"{drafts} · {len(result.ids)} tokens · {len(result.ids) / stats.total_seconds:.1f} tokens/s"
+
+
+def _run_chat(loaded: Loaded, job: _Job) -> int:
+    """Turns from the standard input until it ends; each answer goes into the context of the next turn."""
+    messages: list[dict[str, str]] = []
+    if job.args.system is not None:
+        messages.append({"role": "system", "content": job.args.system})
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        print(prompt, end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return 0
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        ids = encode_messages(loaded.tokenizer, messages, f"turn {len(messages)}")
+        messages.append({"role": "assistant", "content": _stream(loaded, job, ids, sys.stdout.write)})
+
+
+def _prompts(job: _Job, file: str) -> list[Prompt]:
+    everything = read_prompts(file)
+    prompts = spread(everything, job.args.limit)
+    _say(f"{len(prompts)} of {len(everything)} prompts: {counts_by_category(prompts)}")
+    if job.args.limit is not None:
+        _say(f"chosen: {' '.join(prompt.id for prompt in prompts)}")
+    if job.args.system is not None:
+        prompts = [Prompt(p.id, p.category, p.text, job.args.system) for p in prompts]
+    read_config(job.args.head)
+    return prompts
+
+
+def _run_answer(job: _Job) -> int:
+    """One JSON line per prompt, in the file's order, `--rows` prompts decoded together."""
+    prompts = _prompts(job, job.args.answer)
+    loaded, job = _load(job)
+    ids = [encode_prompt(loaded.tokenizer, prompt, job.args.raw) for prompt in prompts]
+    build, stop, rows = job.processors(loaded), job.stop(loaded), job.args.rows or 1
+    started, made = time.perf_counter(), 0
+    for first in range(0, len(prompts), rows):
+        chosen = range(first, min(first + rows, len(prompts)))
+        requests = [RowRequest(ids[i], stop, build(ids[i]), seed=job.args.seed + i) for i in chosen]
+        for i, result in zip(chosen, decode(loaded.target, loaded.head, requests, _options(loaded, job)), strict=True):
+            pieces: list[str] = []
+            stream = TextStream(loaded.tokenizer, pieces.append, job.args.stop, ids[i])
+            stream.push(result.ids)
+            stream.finish(result.reason)
+            line: dict[str, Any] = {
+                "id": prompts[i].id,
+                "text": "".join(pieces),
+                "ids": result.ids,
+                "ended": result.reason,
+            }
+            line |= {"accept_length": result.stats.tau, "target_passes": result.stats.target_passes}
+            if not job.options.verifier.lossless:
+                line["lossy"] = _LOSSY
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+            made += len(result.ids)
+        seconds, done = time.perf_counter() - started, chosen[-1] + 1
+        left = seconds / done * (len(prompts) - done)
+        _say(f"{done}/{len(prompts)} prompts, {made / seconds:.1f} tokens/s, {left:.0f} s left")
+    return 0
+
+
+def _run_eval(job: _Job) -> int:
+    args = job.args
+    prompts = _prompts(job, args.eval)
+    results = open_results(args.json)
+    loaded, job = _load(job)
+    if loaded.head is None:
+        raise ValueError("--tree auto chose plain decoding: there is nothing to evaluate; give a tree")
     request = EvalRequest(
         target=loaded.target,
         head=loaded.head,
-        policy=policy,
+        options=job.options,
         max_new_tokens=args.max_new_tokens,
         prompts=prompts,
         prompt_ids=[encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts],
         head_dir=args.head,
         eval_file=args.eval,
-        settings={"raw": args.raw, "system": args.system, "limit": args.limit},
-        argv=argv,
+        settings={"raw": args.raw, "system": args.system, "limit": args.limit, "compile": args.compile},
+        argv=job.argv,
+        sampling=job.sampling(),
+        processors=job.processors(loaded),
+        seed=args.seed,
+        plain_compiled=_plain_compiled(loaded, job) if args.compile else None,
+        library_kwargs={"do_sample": args.temperature > 0, **_library_settings(job)},
+        rows=args.rows or 1,
     )
     return evaluate(request, results, _say)
+
+
+def _plain_compiled(loaded: Loaded, job: _Job) -> Callable[[Sequence[RowRequest]], list[RowResult]]:
+    options = _options(Loaded(loaded.target, None, loaded.tokenizer), job)
+    return lambda rows: decode(loaded.target, None, rows, options)
+
+
+def _library_settings(job: _Job) -> dict[str, Any]:
+    """The same settings for `model.generate`. It has no presence penalty."""
+    settings = job.sampling()
+    if settings.pop("presence_penalty", None) is not None:
+        raise ValueError("--presence-penalty is not known to the library's generate; leave it out with --eval")
+    return settings
+
+
+def _run_audit(job: _Job) -> int:
+    args = job.args
+    prompts = _prompts(job, args.audit)
+    loaded, job = _load(job)
+    if loaded.head is None:
+        raise ValueError("--tree auto chose plain decoding: there is nothing to audit; give a tree")
+    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts]
+    draws = {} if args.draws is None else {"draws": args.draws}
+    found = audit(
+        loaded.target,
+        loaded.head,
+        ids,
+        policy=job.policy,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        say=_say,
+        **draws,
+    )
+    print(format_audit(found))
+    print(json.dumps(found), flush=True)
+    return 0 if found["passed"] else 1
 
 
 def _say(text: str) -> None:

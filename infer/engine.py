@@ -20,7 +20,7 @@ Shapes: B rows, N tree nodes, A path nodes (a + 1), D depth, V vocabulary, T tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,12 +33,10 @@ from heads.target import TargetAdapter, TargetOutput
 from heads.topk import argmax_of
 from heads.tree import DraftTree, Proposal, ancestor_mask, chain, sibling_rank, tree_positions
 from infer.metrics import DecodeStats
-from infer.prefill import Clock, TreeMasks, check_memory, check_request, head_features, prefill
+from infer.prefill import Clock, OnBlock, TreeMasks, check_memory, check_request, head_features, prefill
 from infer.sampling import Processing, RowRandom, draw, draw_without_replacement, softmax_of
 from infer.stopping import RowStop, StopReason, StopRule
 from infer.verify import RULES, Rule, Verdict, verify_greedy, walk
-
-OnTokens = Callable[[list[int]], None]  # each block of emitted ids; the last of a full block is the target's own
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class RowRequest:
     processors: transformers' logits processors, applied to target and draft alike; None: none.
     prefix_ids: what processors and stopping criteria see before the new tokens; None: the prompt.
     seed: of the row's random numbers, if the rule draws any.
-    on_tokens: called with the ids that the prefill and then each round emitted.
+    on_block: called with what the prefill and then each round emitted.
     """
 
     prompt_ids: Sequence[int]
@@ -56,7 +54,7 @@ class RowRequest:
     processors: LogitsProcessorList | None = None
     prefix_ids: Sequence[int] | None = None
     seed: int = 0
-    on_tokens: OnTokens | None = None
+    on_block: OnBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class DecodeOptions:
 
     policy: shape of the drafted trees. rule: a name in `infer.verify.RULES`; "greedy" takes the argmax, "match" is the
     default for sampling. proposal: "top_k" drafts the likeliest children, "sampled" draws them. exact_clock:
-    synchronise the accelerator at every phase, for a time split.
+    synchronise the accelerator at every phase, for a time split. compiled: see `heads.compiled`.
 
     Raises ValueError for an unknown rule, or one that does not go with the proposal.
     """
@@ -74,6 +72,7 @@ class DecodeOptions:
     rule: str = "greedy"
     proposal: Proposal = "top_k"
     exact_clock: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -107,7 +106,7 @@ def decode_speculative(
     prompt_ids: Sequence[int],
     policy: TreePolicy,
     stop: StopRule,
-    on_tokens: OnTokens | None = None,
+    on_block: OnBlock | None = None,
 ) -> tuple[list[int], DecodeStats]:
     """Greedy decoding of one prompt with drafts; emits the target's own greedy tokens.
 
@@ -116,7 +115,7 @@ def decode_speculative(
 
     Returns the new ids and the counts. Raises ValueError: see `decode`.
     """
-    row = RowRequest(prompt_ids, stop, on_tokens=on_tokens)
+    row = RowRequest(prompt_ids, stop, on_block=on_block)
     result = decode(target, head, [row], DecodeOptions(policy=policy))[0]
     return result.ids, result.stats
 
@@ -137,10 +136,11 @@ def decode(
         check_request(target, row.prompt_ids, row.stop)
     if head is not None:
         _check_head(target, head, options.policy)
-    batch = _Batch(target, head, rows, options)
-    batch.start()
-    while batch.active:
-        batch.round()
+    with target.static_passes(options.compiled):
+        batch = _Batch(target, head, rows, options)
+        batch.start()
+        while batch.active:
+            batch.round()
     assert all(result is not None for result in batch.results)
     return [result for result in batch.results if result is not None]
 
@@ -215,7 +215,7 @@ class _Batch:
         first = self.root_B.tolist()
         self.lengths = [len(p) for p in prompts]
         self.length_B = torch.tensor(self.lengths, device=device)
-        self.masks = TreeMasks(self.target, self.nodes, self.lengths, self.slots + self.nodes)
+        self.masks = TreeMasks(self.target, self.nodes, self.lengths, self.cache.capacity)
         self.state: Any = None
         if self.head is not None and features is not None:
             longest = max(self.lengths)
@@ -250,7 +250,8 @@ class _Batch:
         position_BN = tree_positions(tree.depth_BN, self.length_B)
         if self.target.max_positions is not None:
             position_BN = position_BN.clamp_max(self.target.max_positions - 1)
-        mask = self.masks.tree(ancestors_BNN, tree.depth_BN, self.length_B, self.cache.length + tree.nodes)
+        end = self.target.mask_width(tree.nodes, self.cache)
+        mask = self.masks.tree(ancestors_BNN, tree.depth_BN, self.length_B, end)
         self.clock.lap("rest")
         out = self.target.forward(tree.token_BN, position_BN, mask, self.cache)
         self.clock.lap("target")
@@ -268,8 +269,9 @@ class _Batch:
     def _draft(self) -> DraftTree:
         remaining = max(self.requests[row].stop.max_new_tokens - len(self.stops[row].new_ids) for row in self.active)
         depth = self.depth
-        if self.options.rule in ("greedy", "match"):
+        if self.options.rule in ("greedy", "match") and not self.options.compiled:
             # What a row emits does not depend on its trees, so they end where nothing could be emitted any more.
+            # (Compiled passes keep their size: another one would be compiled for the last round.)
             depth = min(depth, remaining - 1)
         if self.head is None or depth < 1:
             nothing = self.root_B.new_empty(len(self.active), 0)
@@ -350,13 +352,13 @@ class _Batch:
                     f"{len(self.stops[row].new_ids)} new ones; loosen the bad words, forced tokens or penalties"
                 )
             emitted, reason = self.stops[row].push(block)
+            accepted = min(len(block) - 1, len(emitted))
             if stats.target_passes:  # every block but the prefill's: the accepted drafts, then the bonus
-                accepted = min(len(block) - 1, len(emitted))
                 stats.accepted_per_round.append(accepted)
                 stats.accepted_ranks += outcome.ranks[index][:accepted]
                 stats.offered_depth_per_round.append(outcome.offered[index])
-            if request.on_tokens is not None:
-                request.on_tokens(emitted)
+            if request.on_block is not None:
+                request.on_block(emitted, accepted)
             if reason is None:
                 going.append(index)
                 self.processing.append(index, emitted)

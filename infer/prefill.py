@@ -6,7 +6,7 @@ Shapes: B rows, L longest prompt, N tree nodes, S key slots, F head features, V 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from heads.cache import SlotCache
 from heads.target import TargetAdapter, TargetOutput
 from infer.metrics import DecodeStats
 from infer.stopping import StopRule
+
+OnBlock = Callable[[list[int], int], None]  # emitted ids, and how many of them, from the first, are accepted drafts
 
 _PREFILL_TOKENS = 4096  # padded prompt tokens per prefill pass: bounds its activations and masks
 
@@ -101,6 +103,13 @@ def prefill(
     Returns:
         Logits [B, V] after each prompt's last token, and the head's features [B, L, F] (None without `needs`).
     """
+    with target.static_passes(False):
+        return _prefill_chunks(target, prompts, cache, needs)
+
+
+def _prefill_chunks(
+    target: TargetAdapter, prompts: Sequence[Sequence[int]], cache: SlotCache, needs: Needs | None
+) -> tuple[Tensor, Tensor | None]:
     longest = max(len(p) for p in prompts)
     chunk = max(1, _PREFILL_TOKENS // longest)
     if chunk >= len(prompts):

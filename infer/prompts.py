@@ -125,14 +125,22 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, raw: bool) -> list[int]:
     """
     if raw:
         return list(tokenizer(prompt.text, verbose=False)["input_ids"])
+    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    return encode_messages(tokenizer, [*messages, {"role": "user", "content": prompt.text}], f"prompt {prompt.id}")
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]], what: str) -> list[int]:
+    """Token ids of a conversation through the chat template, up to the start of the next answer.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the conversation (`what` names it).
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; use --raw to decode from the bare text"
         )
-    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    messages.append({"role": "user", "content": prompt.text})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
-        raise ValueError(f"prompt {prompt.id}: the chat template refuses it: {error}") from error
+        raise ValueError(f"{what}: the chat template refuses it: {error}") from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.utils import ModelOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heads.base import DraftHead, TreePolicy
 from heads.checkpoint import load_head
@@ -51,7 +50,7 @@ class _Call:
     proposal: Proposal = "top_k"
     rule: str | None = None
     seeds: Sequence[int] | None = None
-    on_tokens: Callable[[int, list[int]], None] | None = None
+    on_block: Callable[[int, list[int], int], None] | None = None
     stop_strings: Sequence[str] = ()
     tokenizer: Any = None
     results: list[RowResult] = field(default_factory=list)
@@ -84,7 +83,7 @@ def speculate(
     seeds: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     tokenizer: Any = None,
-    on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_block: Callable[[int, list[int], int], None] | None = None,
     **generate_kwargs: Any,
 ) -> SpeculateOutput:
     """Decodes input_ids [B, L] (padded on the left or the right, with `attention_mask`) with a draft head.
@@ -97,7 +96,7 @@ def speculate(
             children and "sampled" for drawn ones. All but "typical_lossy" give exactly the target's law.
         seeds: one per row; None: drawn from torch's global generator, so that torch.manual_seed decides.
         stop_strings: with `tokenizer`. The ids include the token that completes one.
-        on_tokens: called with (row, ids) as they are decided.
+        on_block: called with (row, ids, how many of them are accepted drafts) as they are decided.
         generate_kwargs: as for `model.generate`.
 
     Raises:
@@ -108,7 +107,7 @@ def speculate(
         proposal=proposal,
         rule=rule,
         seeds=seeds,
-        on_tokens=on_tokens,
+        on_block=on_block,
         stop_strings=tuple(stop_strings),
         tokenizer=tokenizer,
     )
@@ -120,7 +119,7 @@ def speculate(
         draft_call=call,
         **generate_kwargs,
     )
-    sequences = sequences.sequences if isinstance(sequences, ModelOutput) else sequences
+    sequences = sequences if isinstance(sequences, Tensor) else sequences.sequences
     rows = call.results
     return SpeculateOutput(sequences, [r.ids for r in rows], [r.stats for r in rows], [r.reason for r in rows])
 
@@ -178,14 +177,14 @@ def draft_generate(
             processors=processors[row],
             prefix_ids=prefix,
             seed=seed,
-            on_tokens=None if call.on_tokens is None else functools.partial(call.on_tokens, row),
+            on_block=None if call.on_block is None else functools.partial(call.on_block, row),
         )
         for row, (prompt, prefix, seed) in enumerate(zip(prompts, prefixes, _seeds(call, len(prompts)), strict=True))
     ]
     call.results = decode(target, head, requests, options)
     sequences = _padded(input_ids, [result.ids for result in call.results], generation_config)
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # a LongTensor by value
     return sequences
 
 

@@ -148,13 +148,19 @@ def test_stop_strings() -> None:
         assert out.new_ids == [want] and out.reasons == ["string"]
 
 
-def test_tokens_are_handed_on(pair: tuple[Any, Any]) -> None:
+def test_blocks_are_handed_on(pair: tuple[Any, Any]) -> None:
     model, head = pair
     got: list[list[int]] = [[], [], []]
-    out = speculate(
-        model, head, *padded("left"), max_new_tokens=9, do_sample=False, on_tokens=lambda row, ids: got[row].extend(ids)
-    )
+    accepted = [0, 0, 0]
+
+    def on_block(row: int, ids: list[int], drafted: int) -> None:
+        got[row] += ids
+        accepted[row] += drafted
+
+    chosen: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    out = speculate(model, head, *padded("left"), on_block=on_block, **chosen)
     assert got == out.new_ids
+    assert accepted == [sum(stats.accepted_per_round) for stats in out.stats]
 
 
 def test_refusals(pair: tuple[Any, Any]) -> None:

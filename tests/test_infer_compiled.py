@@ -1,0 +1,42 @@
+"""Compiled passes give what eager ones give, and are compiled once for all generations."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from heads.base import TreePolicy
+from heads.compiled import StaticPasses
+from infer.engine import DecodeOptions, RowRequest, decode
+from infer.stopping import StopRule
+from tests.oracle import OracleHead
+from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target
+
+PROMPT, NEW = prompt_ids(7), 20
+POLICY = TreePolicy(width=3, depth=3, total=7)  # padded to 8
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_greedy_text_is_the_librarys_and_two_sizes_are_compiled() -> None:
+    expected = library_greedy(tiny_model("llama"), PROMPT, NEW)
+    target = tiny_target("llama", taps=(1,))
+    rows = [RowRequest(PROMPT, StopRule(frozenset(), NEW))]
+    options = DecodeOptions(POLICY, compiled=True)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for head in (tiny_head(target), OracleHead(target, [PROMPT], [expected]), None):
+        result = decode(target, head, rows, options)[0]
+        assert result.ids == expected
+    shorter = RowRequest(PROMPT[:3], StopRule(frozenset(), 9))
+    want = library_greedy(tiny_model("llama"), PROMPT[:3], 9)
+    assert decode(target, tiny_head(target), [shorter], options)[0].ids == want
+    assert counters["unique_graphs"] - before == 2  # passes of one token, and of eight
+
+
+def test_capacity_is_rounded_up() -> None:
+    assert StaticPasses.capacity(1) == 256
+    assert StaticPasses.capacity(192) == 256
+    assert StaticPasses.capacity(193) == 512
