@@ -235,7 +235,7 @@ class TargetAdapter:
         rope = getattr(self.config, "rope_parameters", None) or {}
         for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
             if part.get("rope_type") == "longrope":
-                slots = part["original_max_position_embeddings"]
+                slots = part.get("original_max_position_embeddings") or self.config.max_position_embeddings
                 limits.append(ExactLimit(slots, "its rotary frequencies change with the longest position of a pass"))
         return min(limits, key=lambda limit: limit.slots, default=None)
 
@@ -296,7 +296,7 @@ class TargetAdapter:
                 eager attention.
             keep: columns whose logits are wanted; None means all.
         """
-        count = ids_BN.shape[1]
+        ids_BN, position_BN, count = ids_BN.to(self.device), position_BN.to(self.device), ids_BN.shape[1]
         slots = self.mask_width(count, cache)
         for mask in masks.values() if isinstance(masks, dict) else (masks,):
             assert mask.is_floating_point() and mask.shape[-1] == slots, f"mask of {mask.shape[-1]} slots, not {slots}"

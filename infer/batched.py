@@ -18,7 +18,6 @@ from torch import Tensor
 from heads.cache import SlotCache
 from heads.target import TargetAdapter
 from heads.topk import argmax_of, top_k_of
-from heads.tree import additive_mask
 
 _PREFILL_TOKENS = 2048  # padded prompt tokens per prefill pass: activations stay near the core's cache
 
@@ -59,7 +58,7 @@ def decode_batch(
     outputs: list[list[int]] = [[] for _ in prompts]
     width = max(len(p) for p in prompts)
     cache = target.new_cache(width + max_new_tokens, len(prompts))
-    visible, logits = _prefill(target, prompts, width, cache)
+    visible, positions, logits = _prefill(target, prompts, width, cache)
     lengths = torch.tensor([len(p) for p in prompts], device=target.device)
     temperature = torch.tensor(list(temperatures), dtype=torch.float32, device=target.device)
     rows = torch.arange(len(prompts))  # which prompt each batch row belongs to
@@ -82,9 +81,10 @@ def decode_batch(
             keep = (~done).nonzero()[:, 0]
             cache.keep_rows(keep)
             token, visible, lengths, temperature = token[keep], visible[keep], lengths[keep], temperature[keep]
-            rows, done = rows[keep.cpu()], done[keep]
-        visible[:, cache.length] = True
-        mask = additive_mask(visible[:, None, : cache.length + 1], target.dtype)
+            rows, done, positions = rows[keep.cpu()], done[keep], positions[keep]
+        visible[:, cache.length], positions[:, cache.length] = True, lengths
+        end = cache.length + 1
+        mask = target.masks.build(visible[:, None, :end], lengths[:, None], positions[:, :end], target.dtype)
         logits = target.forward(token[:, None], lengths[:, None], mask, cache).logits_BNV[:, 0]
         lengths = lengths + 1
     return outputs
@@ -92,15 +92,15 @@ def decode_batch(
 
 def _prefill(
     target: TargetAdapter, prompts: Sequence[Sequence[int]], width: int, cache: SlotCache
-) -> tuple[Tensor, Tensor]:
-    """Left-pads and prefills the prompts. Returns the visible slots [B, capacity] and the next logits [B, V]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Left-pads and prefills the prompts. Returns visible slots and positions [B, capacity] and logits [B, V]."""
     batch = len(prompts)
     visible = torch.zeros(batch, cache.capacity, dtype=torch.bool, device=target.device)
     ids = torch.zeros(batch, width, dtype=torch.long, device=target.device)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(list(prompt), device=target.device)
         visible[row, width - len(prompt) : width] = True
-    positions = (visible[:, :width].cumsum(-1) - 1).clamp_min(0)
+    positions = (visible.cumsum(-1) - 1).clamp_min(0)
     causal = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()
     eye = torch.eye(width, dtype=torch.bool, device=target.device)  # a padded query sees itself, so no row is empty
     logits = []
@@ -108,8 +108,9 @@ def _prefill(
     for start in range(0, batch, chunk):
         rows = slice(start, start + chunk)
         part = target.new_cache(width, len(ids[rows]))
-        mask = additive_mask((causal & visible[rows, None, :width]) | eye, target.dtype)
-        out = target.forward(ids[rows], positions[rows], mask, part, keep=[width - 1])
+        place = positions[rows, :width]
+        mask = target.masks.build((causal & visible[rows, None, :width]) | eye, place, place, target.dtype)
+        out = target.forward(ids[rows], place, mask, part, keep=[width - 1])
         logits.append(out.logits_BNV[:, 0])
         cache.write_rows(start, part)
-    return visible, torch.cat(logits)
+    return visible, positions, torch.cat(logits)

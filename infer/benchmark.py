@@ -1,6 +1,6 @@
 """The decoder's benchmark: cost of passes, host overhead, and tokens per second of every way to decode, interleaved.
 
-All ways decode the same prompts to the same number of tokens (no end of sequence), in turn, `repeats` times; each figure
+All ways decode the same prompts to the same number of tokens (no end of sequence), in turn, `repeats` times; a figure
 is the median over the repeats. Beside the times stand counters that no machine changes: passes, rounds, tokens.
 """
 
@@ -20,7 +20,8 @@ import torch
 from heads.base import TreePolicy
 from heads.target import TargetAdapter
 from infer.baseline import decode_plain
-from infer.costs import CalibrationRequest, describe, measure_costs
+from infer.calibration import describe
+from infer.costs import CalibrationRequest, measure_costs
 from infer.engine import DecodeOptions, RowRequest, decode
 from infer.evaluation import commit_id, hardware_name, library_greedy
 from infer.loading import Loaded, add_model_options, load_models
@@ -56,7 +57,7 @@ def run_decode(args: argparse.Namespace, argv: Sequence[str]) -> None:
     sizes = _sizes(args.rows)
     if args.tokens < 2 or args.repeats < 1:
         raise ValueError(f"--tokens is {args.tokens}, --repeats {args.repeats}, expected 2 and 1 or more")
-    prompts = spread(read_prompts(args.prompts), max(sizes))
+    prompts = spread(read_prompts(args.prompts, "--prompts"), max(sizes))
     if len(prompts) < max(sizes):
         raise ValueError(f"--rows asks for {max(sizes)} prompts, {args.prompts} has {len(prompts)}; lower --rows")
     loaded = load_models(args)

@@ -16,9 +16,11 @@ from heads.base import TreePolicy
 from heads.checkpoint import read_config
 from heads.tree import Proposal
 from infer.audit import audit, format_audit
-from infer.costs import CalibrationRequest, calibrate, choose
+from infer.calibration import calibrate, choose
+from infer.costs import CalibrationRequest
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.evaluation import EvalRequest, evaluate, open_results
+from infer.library import decode_library
 from infer.loading import Loaded, add_model_options, load_models
 from infer.prompts import Prompt, counts_by_category, encode_messages, encode_prompt, read_prompts, spread
 from infer.sampling import build_processors
@@ -255,13 +257,19 @@ def _stream(loaded: Loaded, job: _Job, ids: list[int], write: Callable[[str], ob
         plain_text.push(emitted)
 
     row = RowRequest(ids, job.stop(loaded), job.processors(loaded)(ids), seed=job.args.seed, on_block=on_block)
-    result = decode(loaded.target, loaded.head, [row], _options(loaded, job))[0]
+    result = _decode(loaded, job, [row])[0]
     stream.finish(result.reason)
     plain_text.finish(result.reason)
     if isinstance(writer, ColourWriter):
         writer.close()
     emit(f"\n[{_summary(result, loaded)}]\n")
     return "".join(pieces)
+
+
+def _decode(loaded: Loaded, job: _Job, rows: Sequence[RowRequest]) -> list[RowResult]:
+    if not loaded.fit:
+        return decode_library(loaded.target, rows, job.args.temperature > 0)
+    return decode(loaded.target, loaded.head, rows, _options(loaded, job))
 
 
 def _options(loaded: Loaded, job: _Job) -> DecodeOptions:
@@ -296,8 +304,8 @@ def _run_chat(loaded: Loaded, job: _Job) -> int:
         messages.append({"role": "assistant", "content": _stream(loaded, job, ids, sys.stdout.write)})
 
 
-def _prompts(job: _Job, file: str) -> list[Prompt]:
-    everything = read_prompts(file)
+def _prompts(job: _Job, file: str, option: str) -> list[Prompt]:
+    everything = read_prompts(file, option)
     prompts = spread(everything, job.args.limit)
     _say(f"{len(prompts)} of {len(everything)} prompts: {counts_by_category(prompts)}")
     if job.args.limit is not None:
@@ -310,7 +318,7 @@ def _prompts(job: _Job, file: str) -> list[Prompt]:
 
 def _run_answer(job: _Job) -> int:
     """One JSON line per prompt, in the file's order, `--rows` prompts decoded together."""
-    prompts = _prompts(job, job.args.answer)
+    prompts = _prompts(job, job.args.answer, "--answer")
     loaded, job = _load(job)
     ids = [encode_prompt(loaded.tokenizer, prompt, job.args.raw) for prompt in prompts]
     build, stop, rows = job.processors(loaded), job.stop(loaded), job.args.rows or 1
@@ -318,7 +326,7 @@ def _run_answer(job: _Job) -> int:
     for first in range(0, len(prompts), rows):
         chosen = range(first, min(first + rows, len(prompts)))
         requests = [RowRequest(ids[i], stop, build(ids[i]), seed=job.args.seed + i) for i in chosen]
-        for i, result in zip(chosen, decode(loaded.target, loaded.head, requests, _options(loaded, job)), strict=True):
+        for i, result in zip(chosen, _decode(loaded, job, requests), strict=True):
             pieces: list[str] = []
             stream = TextStream(loaded.tokenizer, pieces.append, job.args.stop, ids[i])
             stream.push(result.ids)
@@ -342,7 +350,7 @@ def _run_answer(job: _Job) -> int:
 
 def _run_eval(job: _Job) -> int:
     args = job.args
-    prompts = _prompts(job, args.eval)
+    prompts = _prompts(job, args.eval, "--eval")
     results = open_results(args.json)
     loaded, job = _load(job)
     if loaded.head is None:
@@ -383,7 +391,7 @@ def _library_settings(job: _Job) -> dict[str, Any]:
 
 def _run_audit(job: _Job) -> int:
     args = job.args
-    prompts = _prompts(job, args.audit)
+    prompts = _prompts(job, args.audit, "--audit")
     loaded, job = _load(job)
     if loaded.head is None:
         raise ValueError("--tree auto chose plain decoding: there is nothing to audit; give a tree")

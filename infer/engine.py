@@ -133,7 +133,7 @@ def decode(
     options = options or DecodeOptions()
     assert rows, "a batch has at least one row"
     for row in rows:
-        check_request(target, row.prompt_ids, row.stop)
+        check_request(target, row.prompt_ids, row.stop, 1 if head is None else options.policy.total)
     if head is not None:
         _check_head(target, head, options.policy)
     with target.static_passes(options.compiled):
@@ -208,10 +208,10 @@ class _Batch:
     def start(self) -> None:
         """The prompts' pass, each row's first token, and the head's first commit."""
         prompts = [row.prompt_ids for row in self.requests]
-        device, rows = self.target.device, len(prompts)
+        device, rows = self.target.head_device, len(prompts)
         self.cache = self.target.new_cache(self.slots + self.nodes, rows)
         logits_BV, features = prefill(self.target, prompts, self.cache, self.head.needs if self.head else None)
-        self.root_B = self._first_tokens(logits_BV).to(device)
+        self.root_B = self._first_tokens(logits_BV)
         first = self.root_B.tolist()
         self.lengths = [len(p) for p in prompts]
         self.length_B = torch.tensor(self.lengths, device=device)
@@ -221,8 +221,7 @@ class _Batch:
             longest = max(self.lengths)
             after = [[*p[1:], token, *[0] * (longest - len(p))] for p, token in zip(prompts, first, strict=True)]
             self.state = self.head.start(self.slots + self.options.policy.width * self.options.policy.depth, rows)
-            after_BL = torch.tensor(after, device=self.target.head_device)
-            self.head.commit(self.state, features, after_BL, self.lengths)
+            self.head.commit(self.state, features, torch.tensor(after, device=device), self.lengths)
         self.clock.lap("prefill")
         nothing: list[list[int]] = [[] for _ in first]
         blocks = [[token] for token in first]
@@ -382,13 +381,13 @@ class _Batch:
             features_BAF = head_features(self.head.needs, out)[row_B1, path_BA]
             self.head.commit(self.state, features_BAF, decided_BA, counts)
         last_B1 = torch.tensor(counts, device=decided_BA.device)[:, None] - 1
-        self.root_B = decided_BA.gather(1, last_B1)[:, 0].to(self.target.device)
+        self.root_B = decided_BA.gather(1, last_B1)[:, 0]
         self.lengths = self.cache.lengths
-        self.length_B = torch.tensor(self.lengths, device=self.target.device)
+        self.length_B = torch.tensor(self.lengths, device=decided_BA.device)
 
     def _keep(self, going: list[int]) -> None:
         """Drops the rows that have ended from every tensor."""
-        rows = torch.tensor(going, device=self.target.device)
+        rows = torch.tensor(going, device=self.root_B.device)
         self.active = [self.active[index] for index in going]
         self.cache.keep_rows(rows)
         self.masks.keep_rows(rows)

@@ -20,11 +20,15 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target, the head bound to it (None: decode plainly), and the target's tokenizer."""
+    """A target, the head bound to it (None: decode plainly), the target's tokenizer, and whether it passed the probe.
+
+    A target that did not is decoded by the library.
+    """
 
     target: TargetAdapter
     head: DraftHead | None
     tokenizer: Any
+    fit: bool = True
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -64,17 +68,23 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         cache_dir=args.cache_dir,
         taps=() if head is None else head.needs.taps,
     )
+    fit = True
     if head is not None:
         head = head.to(device=target.head_device, dtype=target.dtype).eval()
         head.bind(target)
         require_tree(target)
+    else:
+        try:
+            require_tree(target)
+        except ValueError:
+            fit = False
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_target(path, args.cache_dir), revision=revision, trust_remote_code=args.trust_remote_code
         )
     except OSError as error:
         raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
-    return Loaded(target, head, tokenizer)
+    return Loaded(target, head, tokenizer, fit)
 
 
 def _device(wanted: str) -> torch.device:

@@ -22,12 +22,12 @@ OnBlock = Callable[[list[int], int], None]  # emitted ids, and how many of them,
 _PREFILL_TOKENS = 4096  # padded prompt tokens per prefill pass: bounds its activations and masks
 
 
-def check_request(target: TargetAdapter, prompt_ids: Sequence[int], stop: StopRule) -> None:
-    """Refuses what cannot be decoded exactly.
+def check_request(target: TargetAdapter, prompt_ids: Sequence[int], stop: StopRule, nodes: int = 1) -> None:
+    """Refuses what cannot be decoded exactly. nodes: tokens of a verification pass.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or prompt + max_new_tokens beyond the model's
-            positions.
+        ValueError: an empty prompt, a token outside the vocabulary, prompt + max_new_tokens beyond the model's
+            positions, or beyond a length where its attention no longer goes by positions.
     """
     if not prompt_ids:
         raise ValueError("the prompt has 0 tokens, expected at least 1; give some text, or a chat template (no --raw)")
@@ -37,7 +37,14 @@ def check_request(target: TargetAdapter, prompt_ids: Sequence[int], stop: StopRu
             f"{target.vocab_size - 1}; the tokenizer is not the one of this target"
         )
     wanted = len(prompt_ids) + stop.max_new_tokens
-    check_length(target, wanted, f"{len(prompt_ids)} prompt tokens + --max-new-tokens {stop.max_new_tokens}")
+    what = f"{len(prompt_ids)} prompt tokens + --max-new-tokens {stop.max_new_tokens}"
+    check_length(target, wanted, what)
+    limit = target.exact_limit
+    if limit is not None and nodes > 1 and wanted + nodes > limit.slots:
+        raise ValueError(
+            f"{what} + {nodes} tree nodes = {wanted + nodes} slots, but drafts are exact up to {limit.slots} on this "
+            f"target: {limit.reason}; lower that, or decode with --plain"
+        )
 
 
 def check_length(target: TargetAdapter, tokens: int, what: str) -> None:
@@ -141,8 +148,8 @@ def _prefill_rows(
     last = sorted({length - 1 for length in lengths})
     out = target.forward(ids_BL, position_BL, mask, cache, keep=last)
     cache.set_lengths(lengths)
-    which_B = torch.searchsorted(torch.tensor(last, device=device), length_B - 1)
-    logits_BV = out.logits_BNV[torch.arange(len(prompts), device=device), which_B]
+    which_B = torch.searchsorted(torch.tensor(last, device=device), length_B - 1).to(out.logits_BNV.device)
+    logits_BV = out.logits_BNV[torch.arange(len(prompts), device=which_B.device), which_B]
     return logits_BV, None if needs is None else head_features(needs, out)
 
 
@@ -163,17 +170,19 @@ class TreeMasks:
         self._column_K = torch.arange(-nodes, nodes, device=target.device)
 
     def keep_rows(self, rows: Tensor) -> None:
-        self._memory = self._memory[rows]
+        self._memory = self._memory[rows.to(self._memory.device)]
 
     def tree(self, ancestors_BNN: Tensor, depth_BN: Tensor, length_B: Tensor, end: int) -> Tensor | dict[str, Tensor]:
         """Every node sees its row's `length_B` committed slots, its ancestors and itself; S = `end` slots.
 
         Valid until the next call. Trees may have fewer nodes than the memory was made for.
         """
+        device = self._memory.device  # of the target's inputs; trees live where the head does
+        ancestors_BNN, depth_BN, length_B = ancestors_BNN.to(device), depth_BN.to(device), length_B.to(device)
         nodes = ancestors_BNN.shape[1]
         assert nodes <= self._nodes, f"tree of {nodes} nodes, masks for {self._nodes}"
-        block = torch.full((len(ancestors_BNN), self._nodes, 2 * self._nodes), self._hidden, dtype=self._memory.dtype)
-        block = block.to(self._memory.device)
+        shape = (len(ancestors_BNN), self._nodes, 2 * self._nodes)
+        block = torch.full(shape, self._hidden, dtype=self._memory.dtype, device=device)
         block[:, :, : self._nodes] = 0  # slots before the tree: committed
         block[:, :nodes, self._nodes : self._nodes + nodes].masked_fill_(ancestors_BNN, 0)
         # Column 0 may be named several times (short rows): it is a committed slot each time.

@@ -21,12 +21,12 @@ class Prompt:
     system: str | None = None
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str], option: str = "--eval") -> list[Prompt]:
     """Reads JSON lines that have `turns` (Spec-Bench), `messages`, `conversations` (ShareGPT) or `prompt`.
 
     Only the first user turn of a row is used, with the system turn before it if there is one. `category` and
     an id (`question_id`, `id`) are taken where they are; else the category is "all" and the id the line
-    number.
+    number. Errors name the command line's `option`.
 
     Raises:
         ValueError: no such file, not JSON lines, a row of another form, or no row at all.
@@ -36,11 +36,11 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    prompts.append(_read_row(line, number, f"--eval {path}, line {number}"))
+                    prompts.append(_read_row(line, number, f"{option} {path}, line {number}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--eval: cannot read {path}: {error}") from error
+        raise ValueError(f"{option}: cannot read {path}: {error}") from error
     if not prompts:
-        raise ValueError(f"--eval: {path} holds no prompt, expected JSON lines; give another file")
+        raise ValueError(f"{option}: {path} holds no prompt, expected JSON lines; give another file")
     return prompts
 
 

@@ -78,9 +78,9 @@ class TextStream:
         self._byte_run: int | None = None  # where the byte-fallback tokens at the end begin
         self._id_kinds: list[TokenKind] = []
         self._start = 0  # of the window, in tokens
-        self._done = 0  # tokens, all of whose text is written; the window begins before them
+        self._done = 0  # tokens whose text is all written; those from the window's start on are its context
         self._text = ""  # of the window
-        self._context = 0  # its characters that were written before the window moved here
+        self._context = 0  # its characters that come from its context
         self._written = 0  # its characters that are written
 
     def push(self, ids: Sequence[int], kinds: Sequence[TokenKind] | None = None) -> None:
@@ -108,7 +108,7 @@ class TextStream:
         pending = None if self._matcher is None else self._matcher.pending()
         limit = self._settled()
         self._write_until(limit if pending is None else min(limit, self._characters_before(pending)))
-        self._move_window()
+        self._move_window(len(self._ids) if pending is None else max(0, pending[0]))
 
     def finish(self, reason: StopReason | None = None) -> None:
         """Writes what is held back; an unfinished character comes out as U+FFFD.
@@ -146,13 +146,15 @@ class TextStream:
 
     def _write_until(self, limit: int) -> None:
         piece = self._text[self._written : limit]
+        if not piece:
+            return
         if isinstance(self._write, ColourWriter):
             kinds = self._character_kinds()[self._written : limit]
             for kind, group in groupby(zip(piece, kinds, strict=True), key=itemgetter(1)):
                 self._write("".join(character for character, _ in group), kind)
-        elif piece:
+        else:
             self._write(piece)
-        self._written = max(self._written, limit)
+        self._written = limit
 
     def _character_kinds(self) -> list[TokenKind]:
         """The kind of each character of the window: that of the token with its last byte.
@@ -173,10 +175,20 @@ class TextStream:
         missing = len(self._text) - len(kinds)
         return [self._id_kinds[self._start]] * missing + kinds[max(0, -missing) :]
 
-    def _move_window(self) -> None:
-        """Once all is written, the tokens that brought the last text become the context of the next ones."""
-        if self._written < len(self._text) or self._written == self._context:
+    def _move_window(self, pending: int) -> None:
+        """Tokens whose text has been written become the context of the next ones, and the old context is left.
+
+        pending: the token in which a stop string may have begun; else the number of tokens.
+        """
+        if self._byte_run is not None:
+            pending = min(pending, self._byte_run)
+        elif self._text.endswith(REPLACEMENT):
+            pending = min(pending, max(self._done, len(self._ids) - 4))
+        before = decode_text(self._tokenizer, self._ids[self._start : pending])
+        # Only where the text can be parted: not inside a character, nor so that the context has no text.
+        if not self._context < len(before) <= self._written or not self._text.startswith(before):
             return
-        self._start, self._done = self._done, len(self._ids)
+        self._start, self._done = self._done, pending
         self._text = decode_text(self._tokenizer, self._ids[self._start :])
-        self._context = self._written = len(self._text)
+        self._context = len(decode_text(self._tokenizer, self._ids[self._start : pending]))
+        self._written += self._context - len(before)

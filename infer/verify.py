@@ -255,7 +255,7 @@ class Sampled(Rule):
         slot_B = _none(r_BV)
         if children.q_BV is None:
             return Step(slot_B, rest_BV=r_BV)
-        left_BV = torch.where(children.q_BV > 0, children.q_BV, 0.0).double()  # q without elder siblings
+        left_BV = children.q_BV.double()  # q without elder siblings
         for j in range(children.width):
             open_B = children.present_BW[:, j] & (slot_B < 0)
             if not _may_be_any(open_B):
@@ -263,7 +263,7 @@ class Sampled(Rule):
             token_B1 = children.token_BW[:, j : j + 1]
             q_BV = _distribution(left_BV)
             q_B, r_B = q_BV.gather(1, token_B1)[:, 0], r_BV.gather(1, token_B1)[:, 0]
-            offered_B = open_B & (q_B > 0)
+            offered_B = open_B & (q_B > 0)  # NaN is not
             accept_B = offered_B & (uniform_BU[:, 1 + j] * q_B < r_B)
             slot_B = slot_B.masked_fill(accept_B, j)
             residual_BV = (r_BV - q_BV).clamp_(min=0)

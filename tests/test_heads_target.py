@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import AttentionInterface
 
+from heads.masks import Masks
 from heads.target import _GQA_SDPA, TargetAdapter
 from heads.tree import additive_mask
 from tests.tiny import _GATED, CONFIGS, prompt_ids, tiny_model, tiny_target
@@ -20,11 +23,11 @@ def causal(length: int) -> torch.Tensor:
     return additive_mask(torch.ones(1, length, length, dtype=torch.bool).tril(), torch.float32)
 
 
-def run(target: TargetAdapter, mask: torch.Tensor | None = None, keep_last: int = 0) -> Any:
+def run(target: TargetAdapter, mask: Masks | None = None, keep: Sequence[int] | None = None) -> Any:
     count = len(IDS)
     positions = torch.arange(count)[None]
     mask = causal(count) if mask is None else mask
-    return target.forward(torch.tensor([IDS]), positions, mask, target.new_cache(count), keep_last)
+    return target.forward(torch.tensor([IDS]), positions, mask, target.new_cache(count), keep)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -36,9 +39,9 @@ def test_taps_and_features_are_the_hidden_states(name: str) -> None:
         torch.testing.assert_close(out.taps[k], want.hidden_states[k + 1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(out.hidden_BNH, want.hidden_states[-1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(out.logits_BNV, want.logits, atol=1e-4, rtol=1e-4)
-    last = run(target, keep_last=3)
-    torch.testing.assert_close(last.logits_BNV, want.logits[:, -3:], atol=1e-4, rtol=1e-4)
-    assert last.hidden_BNH.shape[1] == len(IDS)
+    some = run(target, keep=[2, 7, 9])
+    torch.testing.assert_close(some.logits_BNV, want.logits[:, [2, 7, 9]], atol=1e-4, rtol=1e-4)
+    assert some.hidden_BNH.shape[1] == len(IDS)
 
 
 def test_the_mask_given_is_the_mask_used() -> None:
@@ -51,8 +54,16 @@ def test_the_mask_given_is_the_mask_used() -> None:
 
 
 def test_boolean_masks_are_refused() -> None:
+    boolean = torch.ones(1, 1, len(IDS), len(IDS), dtype=torch.bool)
     with pytest.raises(AssertionError, match="mask"):
-        run(tiny_target("llama"), torch.ones(1, 1, len(IDS), len(IDS), dtype=torch.bool))
+        run(tiny_target("llama"), boolean)
+    with pytest.raises(AssertionError, match="mask"):
+        run(tiny_target("llama"), {"full_attention": boolean})
+
+
+def test_a_layer_that_is_not_there_cannot_be_tapped() -> None:
+    with pytest.raises(ValueError, match="no decoder layer 3: LlamaForCausalLM has 3"):
+        tiny_target("llama", taps=(3,))
 
 
 def test_hidden_states_of_padded_rows() -> None:
@@ -142,6 +153,82 @@ def test_end_of_sequence_ids() -> None:
     for given, expected in ((None, set()), (7, {7}), ([7, 9], {7, 9})):
         target.model.generation_config.eos_token_id = given
         assert target.eos_ids == frozenset(expected)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("llama").save_pretrained(path)
+    return str(path)
+
+
+OFFLOADED = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.layers.2": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", OFFLOADED], ids=["none", "auto", "offloaded"])
+def test_where_the_weights_are_changes_nothing(stored: str, device_map: Any) -> None:
+    target = TargetAdapter.load(stored, device_map=device_map, dtype=torch.float32, taps=(1,))
+    assert (target.lm_head.weight.device.type == "meta") == (device_map is OFFLOADED)
+    assert target.device == target.head_device == torch.device("cpu") and target.dtype == torch.float32
+    out, want = run(target), run(tiny_target("llama", taps=(1,)))
+    torch.testing.assert_close(out.logits_BNV, want.logits_BNV, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.taps[1], want.taps[1], atol=1e-4, rtol=1e-4)
+    target.check_head_path()
+    few = torch.tensor([3, 500])
+    torch.testing.assert_close(target.logits_of_tokens(few)(out.hidden_BNH), target.logits(out.hidden_BNH)[..., few])
+
+
+class Hook:
+    """What accelerate leaves on a module that computes elsewhere than its weights lie."""
+
+    def __init__(self, device: str) -> None:
+        self.execution_device = device
+
+
+def test_devices_of_a_spread_model() -> None:
+    """With "meta" in place of a second device: what heads read must come out where the LM head computes."""
+    target = tiny_target("llama", taps=(0,))
+    target.lm_head._hf_hook = Hook("meta")
+    assert target.device.type == "cpu" and target.head_device.type == "meta"
+    out = run(target)
+    assert out.logits_BNV.device.type == out.hidden_BNH.device.type == out.taps[0].device.type == "meta"
+    valid = torch.ones(1, len(IDS), dtype=torch.bool)
+    assert target.features(torch.tensor([IDS]), valid, taps=(0,)).device.type == "meta"
+    assert target.embed(torch.tensor([IDS])).device.type == "meta"
+
+
+def test_quantising_while_loading(stored: str) -> None:
+    with pytest.raises(ValueError, match=r"target\.quantize is '3bit', expected 4bit, 8bit"):
+        TargetAdapter.load(stored, quantize="3bit")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        with pytest.raises(ValueError, match=r"target\.path.*bitsandbytes"):
+            TargetAdapter.load(stored, quantize="8bit")
+    else:
+        target = TargetAdapter.load(stored, quantize="8bit", dtype=torch.bfloat16)
+        assert target.vocab_size == 512 and target.hidden_size == 64 and target.dtype == torch.bfloat16
+        target.check_head_path()
+
+
+def test_a_quantised_lm_head_gives_logits_of_tokens_too() -> None:
+    """Its weight is packed: another shape and dtype, so sizes come from the module and no row can be copied."""
+    model = tiny_model("llama")
+    head = model.lm_head
+    want = tiny_target("llama").logits(hidden := torch.randn(2, 64, generator=torch.Generator().manual_seed(0)))
+    dense = head.weight.detach().clone()
+    head.weight = torch.nn.Parameter(torch.zeros(64 * 256, 1, dtype=torch.uint8), requires_grad=False)
+    head.forward = lambda x: torch.nn.functional.linear(x, dense)
+    target = TargetAdapter(model)
+    assert target.vocab_size == 512 and target.hidden_size == 64
+    torch.testing.assert_close(target.logits(hidden), want)
+    torch.testing.assert_close(target.logits_of_tokens(torch.tensor([5, 9]))(hidden), want[..., [5, 9]])
 
 
 def test_a_missing_target_is_told() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,8 @@ import pytest
 from heads.checkpoint import save_head
 from heads.config import HeadConfig
 from heads.target import TargetAdapter
-from infer import evaluation
-from infer.engine import decode_speculative
 from infer.generate import main
-from infer.prompts import Prompt, encode_prompt, read_prompts, spread
+from infer.prompts import Prompt, encode_messages, encode_prompt, read_prompts, spread
 from infer.streaming import TextStream
 from tests.tiny import CONFIGS, library_greedy, tiny_head, tiny_model, tiny_tokenizer
 
@@ -92,63 +92,6 @@ def test_eval(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sorted(path.name for path in out.parent.iterdir()) == ["report.json"]
 
 
-def test_eval_goes_on_after_a_kill(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "report.json"
-    partial = tmp_path / "report.json.partial.jsonl"
-    decoded: list[int] = []
-    both = evaluation._decode_both
-
-    def counted(request: Any, index: int, stop: Any, plain_first: bool) -> Any:
-        if stop.max_new_tokens == 12:  # not the warm-up
-            if len(decoded) == 2:
-                raise KeyboardInterrupt
-            decoded.append(index)
-        return both(request, index, stop, plain_first)
-
-    monkeypatch.setattr(evaluation, "_decode_both", counted)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(place, out, capsys)
-    assert decoded == [0, 1] and not out.exists()
-    lines = partial.read_text().splitlines()
-    assert len(lines) == 3
-    partial.write_text("\n".join(lines) + "\n" + lines[-1][:20])  # killed in the middle of a line
-
-    decoded.clear()
-    code, summary, err = evaluate(place, out, capsys)
-    assert code == 0 and decoded == [2, 3] and "after 2 finished prompts" in err
-    assert summary["prompts"] == 4 and not partial.exists()
-    resumed = json.loads(out.read_text())
-
-    monkeypatch.undo()
-    _, whole, _ = evaluate(place, out, capsys)  # a report of ours is replaced
-    for key in ("tau", "new_tokens_spec", "target_passes_spec", "new_tokens_plain"):
-        assert whole[key] == summary[key]
-    names = [row["prompt_id"] for row in resumed["prompts"]]
-    assert names == ["11", "12", "13", "x"]
-
-    partial.write_text(lines[0] + "\n" + lines[1] + "\n")  # of other settings: not mixed in
-    code, _, err = evaluate(place, out, capsys, "--tree-depth", "2")
-    assert code == 0 and "other settings (tree)" in err and "going on" not in err
-
-
-def test_a_divergence_in_full_precision_is_an_error(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(*args: Any) -> Any:
-        ids, stats = decode_speculative(*args)
-        return ([*ids[:-1], (ids[-1] + 1) % 256], stats)
-
-    monkeypatch.setattr(evaluation, "decode_speculative", wrong)
-    code, summary, err = evaluate(place, tmp_path / "r.json", capsys)
-    assert code == 1 and summary["identical_share"] == 0.0 and "4 prompts differ" in err
-    divergence = json.loads((tmp_path / "r.json").read_text())["divergence"]
-    assert divergence["prompts"] == 4 and 0 < divergence["gap_smallest"] <= divergence["gap_largest"]
-    code, _, err = evaluate(place, tmp_path / "r16.json", capsys, "--dtype", "bfloat16")
-    assert code == 0 and "error" not in err
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -159,6 +102,16 @@ def test_a_divergence_in_full_precision_is_an_error(
         ["--prompt", "a", "--raw", "--system", "b"],
         ["--prompt", "a", "--chain", "2", "--tree-depth", "2"],
         ["--prompt", "a", "--chain", "0"],
+        ["--prompt", "a", "--rows", "2"],
+        ["--prompt", "a", "--draws", "2"],
+        ["--prompt", "a", "--rule", "match"],
+        ["--prompt", "a", "--lossy-typical"],
+        ["--prompt", "a", "--temperature", "1", "--lossy-typical", "--rule", "match"],
+        ["--prompt", "a", "--temperature", "1", "--rule", "greedy"],
+        ["--prompt", "a", "--tree", "auto", "--tree-width", "2"],
+        ["--eval", "f", "--plain"],
+        ["--chat", "--raw"],
+        ["--ids", "1", "--system", "b"],
     ],
     ids=" ".join,
 )
@@ -179,6 +132,12 @@ def test_wrong_options_end_with_2(wrong: list[str]) -> None:
         (["--prompt", "a", "--device", "cuda:77x"], "--device"),
         (["--prompt", "a", "--tree-nodes", "1"], "--tree-nodes"),
         (["--prompt", "", "--raw"], "0 tokens"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p"),
+        (["--prompt", "a", "--proposal", "sampled"], "proposal"),
+        (["--prompt", "a", "--stop", ""], "stop_strings"),
+        (["--ids", "1,x"], "--ids"),
+        (["--ids", "1,99999"], "token ids"),
         (["--eval", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--eval", "{place}/prompts.jsonl", "--limit", "0"], "--limit"),
         (["--eval", "{place}/prompts.jsonl", "--json", "{place}/prompts.jsonl"], "not a Draftsmith report"),
@@ -195,6 +154,109 @@ def test_errors_are_one_line_and_1(
     last = shown.err.strip().splitlines()[-1]
     assert last.startswith("error: ") and told in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
+
+
+def answer(place: Path, capsys: pytest.CaptureFixture[str], *more: str, new: int = 12) -> str:
+    assert main(options(place, *more, new=new)) == 0
+    return capsys.readouterr().out
+
+
+def test_ids_go_on_from_any_tokens(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    model = small_model(len(tokenizer))
+    text = tokenizer.decode(library_greedy(model, [5, 9, 77], 12), skip_special_tokens=True)
+    assert answer(place, capsys, "--ids", "5, 9,77").startswith(text + "\n[accept length")
+    plain = answer(place, capsys, "--ids", "5,9,77", "--plain")
+    assert plain.startswith(text + "\n[plain decoding") and "accept" not in plain
+
+
+def test_sampling_by_seed_and_rule(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rule "match" gives plain sampling's own text; the others at least depend on the seed alone."""
+    sampled = ["--prompt", "Hello", "--temperature", "0.4", "--top-p", "0.9"]
+
+    def text(*more: str) -> str:
+        return answer(place, capsys, *sampled, *more).rpartition("\n[")[0]
+
+    plain = text("--plain")
+    assert text() == text("--rule", "match", "--proposal", "sampled") == plain
+    assert text("--seed", "1") == text("--seed", "1", "--plain") != plain
+    for more in (["--rule", "top_k"], ["--proposal", "sampled"]):
+        assert text(*more) == text(*more) != text(*more, "--seed", "1")
+
+
+def test_a_lossy_rule_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lossy = ["--temperature", "1", "--lossy-typical"]
+    assert main(options(place, "--prompt", "Hello", *lossy)) == 0
+    assert "LOSSY" in capsys.readouterr().err
+    lines = answer(place, capsys, "--answer", str(place / "prompts.jsonl"), *lossy).splitlines()
+    assert len(lines) == 4 and all("LOSSY" in json.loads(line)["lossy"] for line in lines)
+
+
+def test_stop_text_is_left_out(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = answer(place, capsys, "--prompt", "Hello").rpartition("\n[")[0]
+    stop = whole[4:6]
+    assert answer(place, capsys, "--prompt", "Hello", "--stop", stop).rpartition("\n[")[0] == whole[: whole.index(stop)]
+
+
+def test_colours_change_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = answer(place, capsys, "--prompt", "Hello").rpartition("\n[")[0]
+    coloured = answer(place, capsys, "--prompt", "Hello", "--colour", "always").rpartition("\n[")[0]
+    assert "\033[" in coloured and "\033[" not in bare
+    assert re.sub(r"\033\[[0-9;]*m", "", coloured) == bare
+
+
+def test_answers_do_not_depend_on_the_rows(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(place / "prompts.jsonl")
+    single = [json.loads(line) for line in answer(place, capsys, "--answer", file).splitlines()]
+    together = [json.loads(line) for line in answer(place, capsys, "--answer", file, "--rows", "3").splitlines()]
+    assert single == together and [row["id"] for row in single] == ["11", "12", "13", "x"]
+    tokenizer = tiny_tokenizer()
+    prompt = read_prompts(file)[1]
+    ids = library_greedy(small_model(len(tokenizer)), encode_prompt(tokenizer, prompt, raw=False), 12)
+    assert single[1]["ids"] == ids and single[1]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_tree_auto_asks_for_a_calibration(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--prompt", "a", "--tree", "auto", "--cache-dir", str(place / "none")]
+    assert main(["--head", str(place / "head"), *more]) == 1
+    assert "run: python infer/calibrate.py --head" in capsys.readouterr().err
+
+
+def test_a_target_without_trees_is_decoded_plainly(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer(place, capsys, "--prompt", "Hello")
+
+    def refuse(target: TargetAdapter) -> float:
+        raise ValueError("no trees")
+
+    monkeypatch.setattr("infer.loading.require_tree", refuse)
+    assert main(options(place, "--prompt", "Hello")) == 1
+    assert "no trees" in capsys.readouterr().err
+    plain = answer(place, capsys, "--prompt", "Hello", "--plain")
+    assert plain.rpartition("\n[")[0] == expected.rpartition("\n[")[0] and "[plain decoding" in plain
+
+
+def test_chat_keeps_the_conversation(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nAnd then?\n"))
+    out = answer(place, capsys, "--chat")
+    tokenizer = tiny_tokenizer()
+    messages: list[dict[str, str]] = []
+    expected = []
+    for turn in ("Hi", "And then?"):
+        messages.append({"role": "user", "content": turn})
+        ids = encode_messages(tokenizer, messages, "")
+        text = tokenizer.decode(library_greedy(small_model(len(tokenizer)), ids, 12), skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": text})
+        expected.append(text)
+    assert [part.partition("]\n")[2] for part in ("]\n" + out).split("\n[accept")][:2] == expected
+
+
+def test_audit(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = answer(place, capsys, "--audit", str(place / "prompts.jsonl"), "--limit", "2", "--draws", "300")
+    assert json.loads(out.splitlines()[-1])["passed"] is True
 
 
 def test_a_head_of_another_target_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.metrics import DecodeStats, merge
+from infer.metrics import BatchTime, DecodeStats, batch_time, merge
 from infer.stopping import StopRule
 
 
@@ -20,7 +20,7 @@ def decode(
         target_passes=len(accepted),
         accepted_per_round=accepted,
         offered_depth_per_round=offered,
-        seconds=seconds or {"prefill": 0.5, "draft": 1.0, "target": 2.0, "rest": 1.0},
+        seconds=seconds or {"prefill": 0.5, "draft": 1.0, "target": 2.0, "verify": 0.25, "rest": 0.75},
     ).check()
 
 
@@ -38,7 +38,7 @@ def test_a_generation_that_ends_in_the_prefill_has_no_rounds() -> None:
     total = merge([stats])
     assert total.tau is None and total.passes_saved is None and total.tokens_per_second_decode is None
     assert total.tokens_per_second == 4.0 and total.ms_prefill == 250.0
-    assert total.ms_per_round == {"draft": None, "target": None, "rest": None}
+    assert total.ms_per_round == {"draft": None, "target": None, "verify": None, "rest": None}
     assert total.conditional_per_depth == [] and total.unconditional_per_position == []
 
 
@@ -68,8 +68,33 @@ def test_speed_and_time_split() -> None:
     total = merge([decode([2, 0], [3, 3]), decode([3, 1], [3, 3])])
     assert total.tokens_per_second == pytest.approx(12 / 9)
     assert total.tokens_per_second_decode == pytest.approx(10 / 8)
-    assert total.ms_per_round == {"draft": 500.0, "target": 1000.0, "rest": 500.0}
+    assert total.ms_per_round == {"draft": 500.0, "target": 1000.0, "verify": 125.0, "rest": 375.0}
     assert total.ms_prefill == 500.0
+
+
+def test_a_batch_has_one_clock() -> None:
+    """Rows of one batch, whose seconds run together: its longest row's clock counts, once."""
+    short, long = decode([0], [3], seconds={"prefill": 1.0, "target": 1.0}), decode([0, 0], [3, 3])
+    long.seconds = {"prefill": 1.0, "target": 3.0}
+    time = batch_time([short, long])
+    assert time == BatchTime({"prefill": 1.0, "target": 3.0}, 2)
+    total = merge([short, long], times=[time])
+    assert total.tokens_per_second == pytest.approx(5 / 4) and total.tokens_per_second_decode == pytest.approx(3 / 3)
+    assert total.ms_per_round["target"] == 1500.0 and total.ms_prefill == 1000.0  # two rounds of the batch
+    assert total.tau == 1.0 and total.target_passes == 3  # of its rows
+    unknown = merge([short, long], times=[])
+    assert unknown.tokens_per_second is unknown.tokens_per_second_decode is unknown.ms_prefill is None
+    assert unknown.tau == 1.0 and unknown.ms_per_round["target"] is None
+
+
+def test_accepted_ranks_are_counted() -> None:
+    one, other = decode([2, 1], [3, 3]), decode([1], [3])
+    one.accepted_ranks, other.accepted_ranks = [0, 3, 0], [1]
+    assert merge([one, other]).accepted_ranks == [2, 1, 0, 1]
+    assert merge([decode([1], [3])]).accepted_ranks == []  # not recorded
+    one.accepted_ranks = [0]
+    with pytest.raises(AssertionError, match="one rank per accepted token"):
+        merge([one])
 
 
 def test_plain_decoding_needs_no_lists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from heads.cache import SlotCache
 from heads.target import TargetAdapter
-from infer.probe import probe_tree, require_tree
-from tests.tiny import CONFIGS, tiny_target
+from infer.probe import prefix_length, probe_tree, require_tree
+from tests.tiny import ARCHITECTURES, CONFIGS, tiny_target
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,7 +60,9 @@ def test_models_that_ignore_mask_or_positions_are_refused(name: str, how: str) -
 def test_a_cache_that_loses_the_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
     commit = SlotCache.commit
-    monkeypatch.setattr(SlotCache, "commit", lambda self, base, path: commit(self, base, list(range(len(path)))))
+    monkeypatch.setattr(
+        SlotCache, "commit", lambda self, bases, paths: commit(self, bases, [range(len(path)) for path in paths])
+    )
     with pytest.raises(ValueError, match="tree path"):
         require_tree(target)
 
@@ -72,6 +75,27 @@ def test_a_failing_model_is_refused_with_its_reason() -> None:
 
     with pytest.raises(ValueError, match="KeyError: 'only a mask per layer type'"):
         require_tree(altered(target, attention_mask=fail))
+
+
+def test_every_refusal_names_the_way_out() -> None:
+    stateful = tiny_target("llama")
+    stateful.model._is_stateful = True
+    foreign = tiny_target("llama")
+    foreign.masks.foreign = ("linear_attention",)
+    failing = altered(tiny_target("llama"), attention_mask=lambda mask: mask[..., 1:])
+    wrong = altered(tiny_target("llama"), attention_mask=lambda mask: mask.zero_())
+    for target, reason in ((stateful, "recurrent"), (foreign, "linear_attention"), (failing, "Error"), (wrong, "4-D")):
+        with pytest.raises(ValueError, match=f"{reason}.*--plain$"):
+            require_tree(target)
+
+
+def test_small_windows_are_crossed_and_large_ones_are_not() -> None:
+    config = copy.deepcopy(ARCHITECTURES["mistral"])
+    for window, prefix in ((2, 5), (16, 30), (64, 126), (65, 5), (4096, 5)):
+        config.sliding_window = window
+        assert prefix_length(tiny_target(config)) == prefix
+    config.sliding_window = 2
+    require_tree(tiny_target(config))
 
 
 def test_nan_is_refused() -> None:

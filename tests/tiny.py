@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
@@ -57,6 +58,112 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         eos_token_id=None,
         pad_token_id=None,
     ),
+}
+
+_WINDOW = 16
+_MIXED: dict[str, Any] = {
+    "sliding_window": _WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+# name -> (model type, what differs from _GATED). The name is the model type where there is one of it.
+_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3_mixed": ("qwen3", {"head_dim": 24, "use_sliding_window": True, **_MIXED}),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 24}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mistral": ("mistral", {"sliding_window": _WINDOW}),
+    "ministral": ("ministral", {"head_dim": 24, **_MIXED}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 9.0,
+            "tie_word_embeddings": False,  # tied, and with Gemma's scaled embeddings, it repeats one token
+            **_MIXED,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {"head_dim": 24, "query_pre_attn_scalar": 24, "tie_word_embeddings": False, **_MIXED},
+    ),
+    "phi3": ("phi3", {"sliding_window": _WINDOW}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gptj": ("gptj", {"rotary_dim": 8}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 48, "init_std": _RANGE}),
+    "falcon": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon_mqa": ("falcon", {"multi_query": True}),
+    "falcon_alibi": ("falcon", {"alibi": True, "multi_query": False}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "cohere2": ("cohere2", {"logit_scale": 0.25, **_MIXED}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "smollm3": ("smollm3", {"use_sliding_window": True, "no_rope_layer_interval": 2, **_MIXED}),
+    "starcoder2": ("starcoder2", {"sliding_window": _WINDOW}),
+    "stablelm": ("stablelm", {}),
+    "exaone4": ("exaone4", _MIXED),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 16,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            **_MIXED,
+        },
+    ),
+    "llama4_text": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": _WINDOW,
+            "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def _config(kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    """Only fields that the architecture has: a stray one, such as a window, would mean something to the adapter."""
+    config_class = CONFIG_MAPPING[kind]
+    known = {k: v for k, v in _GATED.items() if hasattr(config_class, k) or k in config_class.attribute_map}
+    return config_class(**known | changes)
+
+
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    name: _config(kind, changes) for name, (kind, changes) in _ARCHITECTURES.items()
 }
 
 

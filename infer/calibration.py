@@ -1,0 +1,233 @@
+"""From measured costs and acceptance the tree with the most tokens per second, and the file that keeps both.
+
+On B rows, for a tree of width w, depth d and n nodes, with round in ms (`infer.costs`) and tau (`infer.acceptance`):
+
+    tokens per second = 1000 B tau(w, d, n) / round(w, d, n)         plain: 1000 B / (target(1) + plain overhead)
+
+the objective of Sequoia (Chen et al., arXiv 2402.12374) for measured costs. A tree pays above the accept length
+
+    break-even tau = round(w, d, n) / (target(1) + plain overhead)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.base import DraftHead, TreePolicy
+from heads.checkpoint import WEIGHTS
+from heads.embedded import cache_root
+from heads.target import TargetAdapter
+from infer.acceptance import Acceptance, measure_acceptance
+from infer.costs import CalibrationRequest, Costs, Say, candidates, library_versions, machine_name, measure_costs
+
+NODES = (4, 8, 12, 16, 24, 32, 48, 64)  # trees to choose from
+MARK, SCHEMA = "draftsmith_calibration", 1  # the key by which we know our own files, and its value
+
+# ---- choice ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A tree with its expected accept length, ms per round, tokens per second, and the accept length it pays from."""
+
+    policy: TreePolicy
+    tau: float
+    round_ms: float
+    tokens_per_second: float
+    break_even_tau: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tree to draft, or None: decode plainly.
+
+    tokens_per_second: expected of what is chosen, all rows together. break_even_tau: of the best tree, chosen or not.
+    reason: a sentence. table: every tree, best first.
+    """
+
+    policy: TreePolicy | None
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    break_even_tau: float
+    reason: str
+    table: tuple[Offer, ...]
+
+    def to_dict(self, best: int = 5) -> dict[str, Any]:
+        """JSON-able copy with the first `best` rows of the table."""
+        return asdict(replace(self, table=self.table[:best]))
+
+
+def choose(costs: Costs, acceptance: Acceptance, nodes: Sequence[int] = NODES) -> Choice:
+    """The tree of most expected tokens per second; none where the best is not above plain decoding."""
+    plain = 1000 * costs.rows / costs.plain_ms
+    table = []
+    for policy in _shapes(acceptance, nodes):
+        tau, ms = acceptance.tau(policy), costs.round_ms(policy)
+        table.append(Offer(policy, tau, ms, 1000 * costs.rows * tau / ms, ms / costs.plain_ms))
+    table.sort(key=lambda offer: (-offer.tokens_per_second, offer.policy.total, offer.policy.depth))
+    best = table[0]
+    shape = describe(best.policy)
+    if best.tokens_per_second <= plain:
+        reason = (
+            f"plain decoding, {plain:.1f} tokens/s: the best tree ({shape}) has an accept length of {best.tau:.2f} "
+            f"and pays only above {best.break_even_tau:.2f}"
+        )
+        return Choice(None, plain, plain, best.break_even_tau, reason, tuple(table))
+    reason = (
+        f"{shape}: accept length {best.tau:.2f} (pays above {best.break_even_tau:.2f}), "
+        f"{best.tokens_per_second:.1f} tokens/s, {best.tokens_per_second / plain:.2f}x plain decoding's {plain:.1f}"
+    )
+    return Choice(best.policy, best.tokens_per_second, plain, best.break_even_tau, reason, tuple(table))
+
+
+def describe(policy: TreePolicy) -> str:
+    """For example "chain of 3" or "width 4, depth 3, 12 nodes"."""
+    if policy.width == 1:
+        return f"chain of {policy.depth}"
+    return f"width {policy.width}, depth {policy.depth}, {policy.total} nodes"
+
+
+def _shapes(acceptance: Acceptance, nodes: Sequence[int]) -> list[TreePolicy]:
+    """Chains of every length, and trees that fill their nodes and can use their depth."""
+    shapes = []
+    for width in acceptance.ranks:
+        for depth in range(1, acceptance.depth + 1):
+            totals = [depth + 1] if width == 1 else [n for n in nodes if depth < n <= candidates(width, depth)]
+            shapes += [TreePolicy(width, depth, total) for total in totals]
+    return shapes
+
+
+# ---- storage -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, and under which key."""
+
+    key: dict[str, Any]
+    costs: Costs
+    acceptance: Acceptance
+
+    def to_dict(self) -> dict[str, Any]:
+        return {MARK: SCHEMA, **asdict(self)}
+
+
+def calibrate(
+    target: TargetAdapter,
+    head: DraftHead,
+    request: CalibrationRequest,
+    prompts: Sequence[Sequence[int]] | None,
+    say: Say,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Calibration:
+    """The stored calibration of this machine, target, head and batch size; measured where there is none.
+
+    prompts: token ids; None takes what is stored, whatever it was measured with, and measures nothing.
+
+    Raises:
+        ValueError: see `measure_costs`, `measure_acceptance`, `load_or_measure`; nothing is stored and there are no
+            prompts.
+    """
+    key = calibration_key(target, request)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    if prompts is not None:
+        text = json.dumps([list(ids) for ids in prompts])
+        key["prompts_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        key |= {field: getattr(request, field) for field in ("context", "tokens", "repeats", "depth")}
+        key |= {"sizes": list(request.sizes), "widths": list(request.widths)}
+
+    def measure() -> Calibration:
+        if prompts is None:
+            raise ValueError(
+                f"no calibration of {request.head_dir} with {request.rows} rows is stored for this machine; "
+                f"run: python infer/calibrate.py --head {request.head_dir} --rows {request.rows} --prompts FILE"
+            )
+        costs = measure_costs(target, head, request, say)
+        return Calibration(key, costs, measure_acceptance(target, head, prompts, request, say))
+
+    return load_or_measure(cache_root(cache_dir) / "calibration" / f"{name}.json", key, measure, say)
+
+
+def calibration_key(target: TargetAdapter, request: CalibrationRequest) -> dict[str, Any]:
+    """Everything that decides the costs of a batch size on this machine, JSON-able."""
+    weights = (Path(request.head_dir) / WEIGHTS).read_bytes()
+    return {
+        "machine": machine_name(target.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "rows": request.rows,
+        "target": target.name,
+        "target_revision": target.revision,
+        "attention": target.config._attn_implementation,
+        "head_sha256": hashlib.sha256(weights).hexdigest(),
+        "versions": library_versions(),
+    }
+
+
+def load_or_measure(path: Path, key: Mapping[str, Any], measure: Callable[[], Calibration], say: Say) -> Calibration:
+    """What `path` holds if every entry of `key` is the same there; else measures and replaces it.
+
+    Raises:
+        ValueError: `path` is not a calibration of ours.
+    """
+    stored = read_calibration(path) if path.exists() else None
+    if stored is None and path.exists():
+        say(f"{path} was written by another version: measuring anew")
+    elif stored is not None:
+        differ = [name for name, value in key.items() if stored.key.get(name) != value]
+        if not differ:
+            say(f"calibration: {path}")
+            return stored
+        say(f"{path} was measured with other settings ({', '.join(differ)}): measuring anew")
+    found = measure()
+    write_marked(path, found.to_dict())
+    say(f"wrote {path}")
+    return found
+
+
+def read_calibration(path: Path) -> Calibration | None:
+    """None if it has another schema.
+
+    Raises:
+        ValueError: not a calibration of ours.
+    """
+    check_writable(path)
+    data = _marked(path)
+    if data is None or data[MARK] != SCHEMA:
+        return None
+    return Calibration(data["key"], Costs.from_dict(data["costs"]), Acceptance.from_dict(data["acceptance"]))
+
+
+def _marked(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) and MARK in found else None
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError if `path` holds something that we did not write."""
+    if path.exists() and _marked(path) is None:
+        raise ValueError(f"{path} exists and is not a Draftsmith calibration, so it is not overwritten; move it")
+
+
+def write_marked(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes JSON that has `MARK` in one step: under a temporary name, then renamed. Raises: see `check_writable`."""
+    assert MARK in data, f"without the key {MARK!r} we would not know the file again"
+    check_writable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # gone already if the rename succeeded

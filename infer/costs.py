@@ -1,0 +1,286 @@
+"""What the parts of a round cost on this machine.
+
+A round with a tree of width w, depth d and n nodes, in ms:
+
+    round(w, d, n) = target(n) + commit + first(w) + (d - 1) level(w) + overhead
+    plain round    = target(1) + plain overhead
+
+Shapes: B rows, L context tokens, N tree nodes, F head features.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from heads.base import DraftHead, TreePolicy
+from heads.target import TargetAdapter
+from heads.tree import ancestor_mask, tree_positions
+from infer.engine import DecodeOptions, RowRequest, decode
+from infer.prefill import TreeMasks, check_length, check_memory, prefill
+from infer.stopping import StopRule
+
+Say = Callable[[str], None]  # takes progress, a line at a time
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens of the measured target passes
+WIDTHS = (1, 4, 8)
+DEPTH = 6
+_DECODED = 13  # tokens of the short runs that show the overhead
+_COMMITTED = 2  # tokens of a timed commit
+_BUSY = 0.15  # typical distance of the median from the fastest run at which the user is warned
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """What is measured.
+
+    rows: batch size. context: tokens in the cache of timed passes. tokens: decoded per prompt for the acceptance.
+    repeats: every cost is the median of that many, taken in turn with all the others.
+    """
+
+    head_dir: str
+    rows: int = 1
+    context: int = 256
+    tokens: int = 64
+    repeats: int = 5
+    sizes: tuple[int, ...] = SIZES
+    widths: tuple[int, ...] = WIDTHS
+    depth: int = DEPTH
+
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "context": _COMMITTED, "tokens": self.depth + 1, "repeats": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {bound} or more: change --{name}")
+        assert self.sizes[0] == 1 and list(self.sizes) == sorted(self.sizes), f"sizes {self.sizes}"
+
+
+def candidates(width: int, depth: int) -> int:
+    """Nodes that a tree can have at most, root included; see `heads.growing.grow_tree`."""
+    return 1 + width + (depth - 1) * width * width
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Median ms on one machine for one batch size.
+
+    target_ms: by tokens per row, a pass with `context` tokens in the cache. commit_ms: the head's commit of two tokens.
+    first_ms, level_ms: by width, the first draft level (which needs no pass of the head) and each further one.
+    overhead_ms, plain_overhead_ms: the other parts of a round of `decode` (masks, verification, the target's commit,
+    stopping), with and without drafts.
+    """
+
+    target_ms: dict[int, float]
+    commit_ms: float
+    first_ms: dict[int, float]
+    level_ms: dict[int, float]
+    overhead_ms: float
+    plain_overhead_ms: float
+    rows: int
+    context: int
+    dtype: str
+    device: str
+    threads: int
+    target: str
+    head: str
+    versions: dict[str, str]
+
+    @property
+    def plain_ms(self) -> float:
+        """A round of plain decoding."""
+        return self.target_ms[1] + self.plain_overhead_ms
+
+    def target_at(self, nodes: int) -> float:
+        """As measured; between measured sizes linear, on the nearest non-decreasing curve."""
+        if nodes in self.target_ms:
+            return self.target_ms[nodes]
+        sizes = sorted(self.target_ms)
+        assert sizes[0] < nodes < sizes[-1], f"pass of {nodes} tokens, measured {sizes[0]} .. {sizes[-1]}"
+        smooth = non_decreasing([self.target_ms[size] for size in sizes])
+        right = bisect.bisect(sizes, nodes)
+        share = (nodes - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return smooth[right - 1] + share * (smooth[right] - smooth[right - 1])
+
+    def round_ms(self, policy: TreePolicy) -> float:
+        """A round with trees of this shape."""
+        drafting = self.first_ms[policy.width] + (policy.depth - 1) * self.level_ms[policy.width]
+        nodes = min(policy.total, candidates(policy.width, policy.depth))
+        return self.target_at(nodes) + self.commit_ms + drafting + self.overhead_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Costs:
+        """From JSON, where keys are text."""
+        numbered = {name: {int(k): v for k, v in data[name].items()} for name in ("target_ms", "first_ms", "level_ms")}
+        return cls(**{field.name: data[field.name] for field in fields(cls)} | numbered)
+
+
+def non_decreasing(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence of least squared distance (pooling of adjacent violators)."""
+    blocks: list[tuple[float, int]] = []  # (sum, count) of pooled neighbours
+    for value in values:
+        total, count = value, 1
+        while blocks and blocks[-1][0] * count > total * blocks[-1][1]:
+            before = blocks.pop()
+            total, count = total + before[0], count + before[1]
+        blocks.append((total, count))
+    return [total / count for total, count in blocks for _ in range(count)]
+
+
+@torch.inference_mode()
+def measure_costs(target: TargetAdapter, head: DraftHead, request: CalibrationRequest, say: Say) -> Costs:
+    """Times everything in turn, `repeats` times after an untimed round; what else runs then slows all of it.
+
+    Raises:
+        ValueError: a context that the target has no room for, in positions or in memory.
+    """
+    bench = _Bench(target, head, request)
+    ms = _in_turn(bench.tasks(), request.repeats, say)
+    deep = bench.depth
+    levels = {w: max(0.0, ms["draft", w, deep] - ms["draft", w, 1]) / (deep - 1) for w in request.widths}
+    return Costs(
+        target_ms={n: ms["target", n] for n in request.sizes},
+        commit_ms=ms["commit",],
+        first_ms={w: ms["draft", w, 1] for w in request.widths},
+        level_ms=levels,
+        overhead_ms=max(0.0, ms["drafting",] - ms["commit",]),
+        plain_overhead_ms=ms["plain",],
+        rows=request.rows,
+        context=request.context,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=machine_name(target.device),
+        threads=torch.get_num_threads(),
+        target=target.name,
+        head=request.head_dir,
+        versions=library_versions(),
+    )
+
+
+_Name = tuple[str | int, ...]
+
+
+def _in_turn(tasks: Mapping[_Name, Callable[[], float]], repeats: int, say: Say) -> dict[_Name, float]:
+    """Median of what each task returns."""
+    found: dict[_Name, list[float]] = {name: [] for name in tasks}
+    started = time.perf_counter()
+    for done in range(repeats + 1):
+        for name, task in tasks.items():
+            found[name].append(task())
+        left = (time.perf_counter() - started) / (done + 1) * (repeats - done)
+        say(f"costs: {done} of {repeats} rounds{'' if done else ' (warm-up done)'}, {left:.0f} s left")
+    middle = {name: statistics.median(values[1:]) for name, values in found.items()}
+    above = statistics.median(middle[name] / min(values[1:]) for name, values in found.items()) - 1
+    if above > _BUSY:
+        say(f"costs: the medians lie {100 * above:.0f} % above the fastest runs: the machine is busy, trust them less")
+    return middle
+
+
+class _Bench:
+    """Random prompts in the caches of target and head, and one task for each cost; a task returns ms."""
+
+    def __init__(self, target: TargetAdapter, head: DraftHead, request: CalibrationRequest) -> None:
+        self.target, self.head, self.request = target, head, request
+        rows, context, largest = request.rows, request.context, request.sizes[-1]
+        check_length(target, context + _DECODED, f"--context {context} + {_DECODED} decoded")
+        check_memory(target, rows, context + largest, largest, context)
+        self.depth = max(2, min(4, request.depth))  # of the deeper of two timed drafts
+        self.policy = TreePolicy(request.widths[len(request.widths) // 2], self.depth, min(16, largest))
+        generator = torch.Generator().manual_seed(0)
+        ids_BL = torch.randint(target.vocab_size, (rows, context + 1), generator=generator)
+        self.prompts: list[list[int]] = ids_BL[:, :context].tolist()
+        self.next_BL = ids_BL[:, 1:].to(target.head_device)
+        self.cache = target.new_cache(context + largest, rows)
+        _, features = prefill(target, self.prompts, self.cache, head.needs)
+        assert features is not None, "prefill with `needs` returns features"
+        timed = _COMMITTED * (request.repeats + 1)
+        self.state = head.start(context + timed + max(request.widths) * self.depth, rows)
+        head.commit(self.state, features, self.next_BL)
+        self.feature_B2F = features[:, -_COMMITTED:]
+
+    def tasks(self) -> dict[_Name, Callable[[], float]]:
+        next_B2 = self.next_BL[:, -_COMMITTED:]
+        tasks: dict[_Name, Callable[[], float]] = {("target", n): self._pass(n) for n in self.request.sizes}
+        tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2))
+        for width in self.request.widths:
+            for depth in (1, self.depth):
+                tasks["draft", width, depth] = self._draft(TreePolicy(width, depth, self.policy.total))
+        tasks["plain",] = lambda: self._decode(None)
+        tasks["drafting",] = lambda: self._decode(self.head)
+        return tasks
+
+    def _timed(self, work: Callable[[], object]) -> Callable[[], float]:
+        def task() -> float:
+            self._wait()
+            started = time.perf_counter()
+            work()
+            self._wait()
+            return 1000 * (time.perf_counter() - started)
+
+        return task
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+    def _pass(self, nodes: int) -> Callable[[], float]:
+        """A star: one root, the others its children."""
+        target, context, rows = self.target, self.request.context, self.request.rows
+        parent_BN = torch.zeros(rows, nodes, dtype=torch.int64, device=target.device)
+        parent_BN[:, 0] = -1
+        depth_BN, ancestors_BNN = parent_BN + 1, ancestor_mask(parent_BN)
+        depth_BN[:, 1:] = 1
+        length_B = torch.full((rows,), context, device=target.device)
+        ids_BN = torch.randint(target.vocab_size, (rows, nodes), generator=torch.Generator().manual_seed(nodes))
+        ids_BN = ids_BN.to(target.device)
+        masks = TreeMasks(target, nodes, [context] * rows, context + nodes)
+
+        mask = masks.tree(ancestors_BNN, depth_BN, length_B, context + nodes)
+        position_BN = tree_positions(depth_BN, length_B)
+
+        def work() -> None:
+            target.forward(ids_BN, position_BN, mask, self.cache)
+            self.cache.set_lengths([context] * rows)
+
+        return self._timed(work)
+
+    def _draft(self, policy: TreePolicy) -> Callable[[], float]:
+        root_B = self.next_BL[:, -1].to(self.target.device)
+        return self._timed(lambda: self.head.draft(self.state, root_B, policy))
+
+    def _decode(self, head: DraftHead | None) -> float:
+        """ms per round beside drafting and the pass, of the row that ends first: until then the batch is whole."""
+        stop = StopRule(frozenset(), _DECODED)
+        options = DecodeOptions(policy=self.policy, exact_clock=True)
+        results = decode(self.target, head, [RowRequest(ids, stop) for ids in self.prompts], options)
+        stats = min((result.stats for result in results), key=lambda one: one.target_passes)
+        return 1000 * (stats.seconds["verify"] + stats.seconds["rest"]) / stats.target_passes
+
+
+def machine_name(device: torch.device) -> str:
+    """The GPU, or the CPU with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass  # not Linux
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries that decide how fast a pass is."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
