@@ -274,7 +274,7 @@ class _Batch:
             depth = min(depth, remaining - 1)
         if self.head is None or depth < 1:
             nothing = self.root_B.new_empty(len(self.active), 0)
-            return chain(nothing, nothing.float(), self.root_B)
+            return chain(nothing, nothing.float(), self.root_B, proposal=self.options.proposal)
         policy = replace(self.options.policy, depth=depth)
         sampler = self._sample_children if self.options.proposal == "sampled" else None
         tree = self.head.draft(self.state, self.root_B, policy, sampler)

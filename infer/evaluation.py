@@ -23,10 +23,17 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from heads.base import DraftHead
 from heads.checkpoint import WEIGHTS
+from heads.compiled import StaticPasses
 from heads.target import TargetAdapter
 from infer.audit import Chooser, replay
 from infer.baseline import decode_plain
@@ -139,8 +146,9 @@ class EvalRequest:
             "attention": target.config._attn_implementation,
             "control_prompts": self.control_prompts,
             "exact_clock": self.options.exact_clock,
+            "compiled": self.options.compiled,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "hardware": _hardware(target.device),
+            "hardware": hardware_name(target.device),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -153,7 +161,8 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _hardware(device: torch.device) -> str:
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's and its cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_model() or platform.machine() + ' CPU'}, {os.cpu_count()} cores"
@@ -167,7 +176,7 @@ def _cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _commit() -> str | None:
+def commit_id() -> str | None:
     """The checkout's commit, with "+changes" if it differs; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     try:
@@ -209,7 +218,7 @@ def evaluate(request: EvalRequest, results: Results | None, say: Callable[[str],
         if results:
             results.append(batch, runs)
     ordered = [run for batch in sorted(done) for run in done[batch]]
-    meta = {**fingerprint, "commit": _commit(), "command": shlex.join(["infer/generate.py", *request.argv])}
+    meta = {**fingerprint, "commit": commit_id(), "command": shlex.join(["infer/generate.py", *request.argv])}
     report = build_report(ordered, meta)
     print(format_report(report))
     if results:
@@ -256,8 +265,8 @@ def _decode_all(
     todo = [batch for batch in range(len(batches)) if batch not in done]
     runs = [run for part in done.values() for run in part]
     if todo:
-        warm_up = replace(stop, max_new_tokens=min(_WARM_UP_TOKENS, stop.max_new_tokens))
-        _decode_sides(request, batches[todo[0]], warm_up, 0)
+        for indices in _shapes(request, [batches[batch] for batch in todo]):
+            _decode_sides(request, indices, stop, 0, warm_up=True)
     started = time.perf_counter()
     for count, batch in enumerate(todo, 1):
         outcome = _decode_sides(request, batches[batch], stop, batch)
@@ -269,6 +278,18 @@ def _decode_all(
             f"{len(runs)}/{len(request.prompts)} prompts, {each:.1f} s a batch, "
             f"{each * (len(todo) - count):.0f} s left; so far {_so_far(request, runs)}"
         )
+
+
+def _shapes(request: EvalRequest, batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The first batch of each shape that compiled passes know; the first of all if nothing is compiled."""
+    if not request.options.compiled and request.plain_compiled is None:
+        return list(batches[:1])
+    found: dict[Any, Sequence[int]] = {}
+    for indices in batches:
+        slots = max(len(request.prompt_ids[index]) for index in indices) + request.max_new_tokens
+        sizes = (slots + 1, slots + request.options.policy.total)  # without drafts, and with
+        found.setdefault((len(indices), *map(StaticPasses.capacity, sizes)), indices)
+    return list(found.values())
 
 
 def _so_far(request: EvalRequest, runs: Sequence[PromptRun]) -> str:
@@ -285,11 +306,14 @@ def _so_far(request: EvalRequest, runs: Sequence[PromptRun]) -> str:
 # ---- the sides ---------------------------------------------------------------------------------------------
 
 
-def _decode_sides(request: EvalRequest, indices: Sequence[int], stop: StopRule, turn: int) -> dict[str, list[Decoded]]:
-    """One batch by every side, each in its turn; `turn` rotates which is the first."""
-    rows = [_row_request(request, index, stop) for index in indices]
+def _decode_sides(
+    request: EvalRequest, indices: Sequence[int], stop: StopRule, turn: int, warm_up: bool = False
+) -> dict[str, list[Decoded]]:
+    """One batch by every side, each in its turn; `turn` rotates which is the first. A warm-up ends after a few tokens,
+    with memory and shapes as for all of them."""
+    rows = [_row_request(request, index, stop, warm_up) for index in indices]
     sides: dict[str, Callable[[], list[Decoded]]] = {
-        "library": lambda: _library(request, rows, stop),
+        "library": lambda: _library(request, rows, _WARM_UP_TOKENS if warm_up else stop.max_new_tokens),
         "plain": lambda: _plain(request, rows),
         "compiled": lambda: _ours(request, rows, request.plain_compiled),
         "spec": lambda: _ours(request, rows, _with_head(request)),
@@ -301,9 +325,11 @@ def _decode_sides(request: EvalRequest, indices: Sequence[int], stop: StopRule, 
     return {name: sides[name]() for name in [*names[first:], *names[:first]]}
 
 
-def _row_request(request: EvalRequest, index: int, stop: StopRule) -> RowRequest:
+def _row_request(request: EvalRequest, index: int, stop: StopRule, warm_up: bool = False) -> RowRequest:
     ids = request.prompt_ids[index]
     processors = request.processors(ids) if request.processors else None
+    if warm_up:
+        stop = replace(stop, criteria=[MaxLengthCriteria(len(ids) + _WARM_UP_TOKENS)])
     return RowRequest(ids, stop, processors=processors, seed=request.seed + index)
 
 
@@ -313,26 +339,26 @@ def _with_head(request: EvalRequest) -> PlainDecoder:
 
 def _plain(request: EvalRequest, rows: Sequence[RowRequest]) -> list[Decoded]:
     if request.greedy and len(rows) == 1 and not rows[0].processors:
-        seconds, alone = _timed(request, lambda: decode_plain(request.target, rows[0].prompt_ids, rows[0].stop))
+        seconds, alone = _timed(request.target, lambda: decode_plain(request.target, rows[0].prompt_ids, rows[0].stop))
         return _booked([alone], seconds)
     # Without drafts "top_k" and "sampled" are one law, which "match" draws from too.
-    options = replace(request.options, rule="greedy" if request.greedy else "match", proposal="top_k")
+    rule = "greedy" if request.greedy else "match"
+    options = replace(request.options, rule=rule, proposal="top_k", compiled=False)
     return _ours(request, rows, lambda rows: decode(request.target, None, rows, options))
 
 
 def _ours(request: EvalRequest, rows: Sequence[RowRequest], decoder: PlainDecoder | None) -> list[Decoded]:
     assert decoder is not None
-    seconds, found = _timed(request, lambda: decoder(rows))
+    seconds, found = _timed(request.target, lambda: decoder(rows))
     return _booked([(row.ids, row.stats) for row in found], seconds)
 
 
-def _timed(request: EvalRequest, work: Callable[[], _T]) -> tuple[float, _T]:
+def _timed(target: TargetAdapter, work: Callable[[], _T]) -> tuple[float, _T]:
     """Seconds of wall clock until the device is done, and the result."""
-    device = request.target.device
-    _wait(device)
+    _wait(target.device)
     started = time.perf_counter()
     result = work()
-    _wait(device)
+    _wait(target.device)
     return time.perf_counter() - started, result
 
 
@@ -363,14 +389,28 @@ class _FirstToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _library(request: EvalRequest, rows: Sequence[RowRequest], stop: StopRule) -> list[Decoded]:
-    """transformers' `generate` on the left-padded batch, with the attention that the library itself chose."""
-    target, device = request.target, request.target.device
-    longest = max(len(row.prompt_ids) for row in rows)
-    eos = sorted(stop.eos_ids)
+def _library(request: EvalRequest, rows: Sequence[RowRequest], max_new_tokens: int) -> list[Decoded]:
+    stop = replace(rows[0].stop, max_new_tokens=max_new_tokens, criteria=())
     settings: dict[str, Any] = {"do_sample": False, **request.library_kwargs}
     if settings["do_sample"]:
         settings = {"top_k": 0, **settings}  # the library's own default is 50
+    return _generate(request.target, [row.prompt_ids for row in rows], stop, settings, rows[0].seed)
+
+
+def library_greedy(target: TargetAdapter, prompts: Sequence[Sequence[int]], tokens: int) -> list[DecodeStats]:
+    """Counts of the library's greedy `generate` on a batch, `tokens` each; no token ends a text."""
+    rows = _generate(target, prompts, StopRule(frozenset(), tokens), {"do_sample": False}, 0)
+    return [stats for _, stats in rows]
+
+
+def _generate(
+    target: TargetAdapter, prompts: Sequence[Sequence[int]], stop: StopRule, settings: dict[str, Any], seed: int
+) -> list[Decoded]:
+    """transformers' `generate` on the left-padded batch, with the attention that the library itself chose.
+
+    The seconds until the first token are "prefill", all others "rest".
+    """
+    device, longest, eos = target.device, max(map(len, prompts)), sorted(stop.eos_ids)
     stamps: list[float] = []
 
     def stamp() -> None:
@@ -378,9 +418,9 @@ def _library(request: EvalRequest, rows: Sequence[RowRequest], stop: StopRule) -
         stamps.append(time.perf_counter())
 
     def generate() -> list[list[int]]:
-        padded = [[0] * (longest - len(row.prompt_ids)) + list(row.prompt_ids) for row in rows]
-        real = [[0] * (longest - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows]
         stamps.append(time.perf_counter())
+        padded = [[0] * (longest - len(ids)) + list(ids) for ids in prompts]
+        real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
         out: Tensor = target.model.generate(
             torch.tensor(padded, device=device),
             attention_mask=torch.tensor(real, device=device),
@@ -394,13 +434,13 @@ def _library(request: EvalRequest, rows: Sequence[RowRequest], stop: StopRule) -
         return out[:, longest:].tolist()
 
     with _as_loaded(target), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(rows[0].seed)  # `generate` takes no generator
-        seconds, found = _timed(request, generate)
+        torch.manual_seed(seed)  # `generate` takes no generator
+        seconds, found = _timed(target, generate)
     prefill = stamps[1] - stamps[0]
     decoded = []
-    for row, tokens in zip(rows, found, strict=True):
+    for prompt, tokens in zip(prompts, found, strict=True):
         ids = _until_eos(tokens, stop.eos_ids)
-        stats = DecodeStats(len(row.prompt_ids), len(ids), len(ids) - 1)
+        stats = DecodeStats(len(prompt), len(ids), len(ids) - 1)
         stats.seconds |= {"prefill": prefill, "rest": max(seconds - prefill, 0.0)}
         decoded.append((ids, stats))
     return decoded

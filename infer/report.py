@@ -245,7 +245,7 @@ def _category_table(report: Mapping[str, Any]) -> list[str]:
     rows = [["category", *(title for title, _, _ in columns)]]
     for name, row in [*report["categories"].items(), ("overall", report["overall"])]:
         rows.append([name, *(_shown(row[key], show) for _, key, show in columns)])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _side_table(overall: Mapping[str, Any]) -> list[str]:
@@ -258,7 +258,7 @@ def _side_table(overall: Mapping[str, Any]) -> list[str]:
             cells.append(_shown(overall[f"tokens_per_second{kind}_{side}"], lambda v: f"{v:.1f}"))
             cells.append(_shown(overall.get(f"speedup{kind}_{side}"), _times_faster))
         rows.append(cells)
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _headline(overall: Mapping[str, Any]) -> list[str]:
@@ -279,7 +279,7 @@ def _acceptance_table(acceptance: Mapping[str, Any]) -> list[str]:
         trials = acceptance["conditional_trials"][index]
         share = acceptance["unconditional_per_position"][index]
         rows.append([str(index + 1), _shown(rate, _percent), str(trials), _percent(share)])
-    lines = _aligned(rows)
+    lines = aligned(rows)
     ranks = acceptance["accepted_ranks"]
     if ranks:
         shares = ", ".join(f"{rank + 1}: {_percent(count / sum(ranks))}" for rank, count in enumerate(ranks))
@@ -296,7 +296,7 @@ def _time_table(report: Mapping[str, Any]) -> list[str]:
         if side == "library":  # `generate` is one piece
             cells = [None] * len(phases)
         rows.append([side, *(_shown(v, lambda ms: f"{ms:.2f}") for v in [*cells, total, report["ms_prefill"][side]])])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _divergence_lines(report: Mapping[str, Any]) -> list[str]:
@@ -343,7 +343,7 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
     return "-" if value is None else show(value)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Text lines with the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [

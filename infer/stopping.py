@@ -119,7 +119,7 @@ class StopMatcher:
         """Where the text begins that could still become a stop string."""
         for at in range(len(self._tail)):
             rest = self._tail[at:]
-            if any(len(rest) < len(stop) and stop.startswith(rest) for stop in self._stops):
+            if any(stop.startswith(rest) for stop in self._stops):
                 return self._places[at]
         return None
 

@@ -17,7 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     from train.cli import run_or_explain
 
     parser = argparse.ArgumentParser(prog="scripts/benchmark.py", description=__doc__)
-    add_decode_options(parser.add_subparsers(required=True, metavar="WHAT").add_parser("decode", help="the decoder"))
+    parser.add_argument("what", choices=("decode",))
+    add_decode_options(parser)
     args = parser.parse_args(argv)
     return run_or_explain(lambda: run_decode(args, sys.argv[1:] if argv is None else argv))
 

@@ -135,14 +135,16 @@ def test_settings_are_echoed(make: Make, run: Any) -> None:
 
 def test_the_compiled_baseline_is_one_more_side(make: Make, run: Any) -> None:
     request = make(rows=2)
-    batches: list[tuple[int, int]] = []
+    batches: list[list[int]] = []
 
     def compiled(rows: Sequence[RowRequest]) -> list[RowResult]:
-        batches.append((len(rows), rows[0].stop.max_new_tokens))
-        return decode(request.target, None, rows)
+        results = decode(request.target, None, rows)
+        batches.append([len(result.ids) for result in results])
+        return results
 
     done = run(replace(request, plain_compiled=compiled))
-    assert done.code == 0 and batches == [(2, 8), (2, NEW), (1, NEW)]  # warm-up, then each batch
+    assert done.code == 0
+    assert batches == [[8, 8], [8], [NEW, NEW], [NEW]]  # a warm-up of each shape, then each batch
     overall = done.report["overall"]
     assert overall["new_tokens_compiled"] == 3 * NEW and overall["speedup_compiled"] > 0
     assert done.report["divergence"]["compiled"]["prompts"] == 0
@@ -304,7 +306,7 @@ def test_the_library_runs_as_a_user_has_it(make: Make) -> None:
     for stops, ends in (([], [NEW, NEW]), ([eos], [4, NEW])):
         stop = StopRule(frozenset(stops), NEW)
         rows = [evaluation._row_request(request, index, stop) for index in (0, 1)]
-        decoded = evaluation._library(request, rows, stop)
+        decoded = evaluation._library(request, rows, NEW)
         for (ids, stats), text, end in zip(decoded, right, ends, strict=True):
             cut = next((i + 1 for i, token in enumerate(text) if token in stops), end)
             assert ids == text[:cut] and stats.check().new_tokens == cut and stats.target_passes == cut - 1
@@ -312,16 +314,34 @@ def test_the_library_runs_as_a_user_has_it(make: Make) -> None:
     assert model.generation_config is before and request.target.config._attn_implementation == attention
 
 
+def test_the_librarys_counts_alone(make: Make) -> None:
+    stats = evaluation.library_greedy(make().target, IDS, 5)
+    assert [(one.prompt_tokens, one.new_tokens, one.target_passes) for one in stats] == [(n, 5, 4) for n in LENGTHS]
+    assert len({one.total_seconds for one in stats}) == 1 and stats[0].seconds["prefill"] > 0
+
+
+def test_every_compiled_shape_is_met_before(make: Make) -> None:
+    """Caches come in steps of 256 slots, with 64 to spare."""
+    plain, compiled = make(), make(plain_compiled=print)
+    assert evaluation._shapes(plain, [[0], [1], [2]]) == [[0]]
+    assert evaluation._shapes(compiled, [[0], [1], [2]]) == [[0]]
+    assert evaluation._shapes(compiled, [[0, 1], [2]]) == [[0, 1], [2]]
+    edge = 256 - 64 - 1 - 6  # without drafts the largest for a prompt of 6 tokens; with drafts too large for all
+    assert evaluation._shapes(replace(compiled, max_new_tokens=edge), [[2], [1], [0]]) == [[2], [0]]
+    drafts = make(options=replace(GREEDY, compiled=True))
+    assert evaluation._shapes(drafts, [[1], [2]]) == [[1]]
+
+
 def test_it_goes_on_after_a_kill(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[list[int]] = []
     real = evaluation._decode_sides
 
-    def counted(request: Any, indices: Any, stop: Any, turn: int) -> Any:
-        if stop.max_new_tokens == NEW:  # not the warm-up
+    def counted(request: Any, indices: Any, stop: Any, turn: int, warm_up: bool = False) -> Any:
+        if not warm_up:
             if len(decoded) == 1:
                 raise KeyboardInterrupt
             decoded.append(list(indices))
-        return real(request, indices, stop, turn)
+        return real(request, indices, stop, turn, warm_up)
 
     monkeypatch.setattr(evaluation, "_decode_sides", counted)
     out, said = tmp_path / "r.json", list[str]()

@@ -111,7 +111,12 @@ def cases(draw: st.DrawFn, names: Sequence[str] = tuple(TOKENIZERS)) -> tuple[st
     prompt, new = flat(draw(groups)), flat(draw(groups))
     if name == "word_piece":
         new = [*ids_of(TOKENIZERS[name], ["b"]), *new]  # a text that begins with "##" keeps that
-    strings = draw(st.lists(st.sampled_from(_STRINGS), min_size=1, max_size=3))
+    # Parts of the text itself, also across the prompt's end, and ends of them: several strings end at one token.
+    text, border = decode_text(TOKENIZERS[name], prompt + new), len(decode_text(TOKENIZERS[name], prompt))
+    start = draw(st.integers(max(0, border - 4), len(text) - 1))
+    part = text[start : start + draw(st.integers(1, 6))]
+    some = [string for string in (part, part[1:], part[2:]) if string and "\N{REPLACEMENT CHARACTER}" not in string]
+    strings = draw(st.lists(st.sampled_from([*_STRINGS, *some * 6]), min_size=1, max_size=3))
     return name, prompt, new, strings
 
 
@@ -264,6 +269,25 @@ def test_a_string_that_begins_in_the_prompt() -> None:
     partly = RowStop(rule, ids_of(tokenizer, "ca"))
     assert partly.push(ids_of(tokenizer, "bcc")) == (ids_of(tokenizer, "b"), "string")
     assert partly.text_cut == 0
+    later = RowStop(StopRule(frozenset(), 50, ("abcc",), tokenizer), ids_of(tokenizer, "ca"))
+    assert later.push(ids_of(tokenizer, "bccc")) == (ids_of(tokenizer, "bcc"), "string")
+    assert later.text_cut == 0
+
+
+def test_special_tokens_have_bytes_to_match_and_no_text() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    for string, cut in (("<|x|>", 2), ("a<|x", 1), ("|>b", 2), ("x|>bc", 2), ("bc", 3), ("ab", None)):
+        row = RowStop(StopRule(frozenset(), 50, (string,), tokenizer), ids_of(tokenizer, "a"))
+        row.push(ids_of(tokenizer, ["c", "a", "<|x|>", "b", "c"]))
+        assert row.text_cut == cut
+
+
+def test_of_strings_completed_at_once_the_one_that_begins_first_is_cut() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    for strings in (("b", "aab", "ab"), ("aab", "b")):
+        row = RowStop(StopRule(frozenset(), 50, strings, tokenizer), ids_of(tokenizer, "c"))
+        assert row.push(ids_of(tokenizer, ["c", "aab", "c"])) == (ids_of(tokenizer, ["c", "aab"]), "string")
+        assert row.text_cut == 1
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_text() -> None:

@@ -279,9 +279,29 @@ def test_a_character_of_two_kinds_takes_the_later_one() -> None:
             kinds: list[Any] = ["accepted"] * corrected + ["corrected"] * (5 - corrected) + ["plain"]
             text = coloured(tokenizer, [(ids_of(tokenizer, tokens), kinds)])
             assert kinds_of(text) == ("a🙂b", ["accepted", "corrected", "plain"])
-    ids = ids_of(TOKENIZERS["byte_level"], ["a", "ð", "Ł", "b"])
-    broken = coloured(TOKENIZERS["byte_level"], [(ids, ["plain", "corrected", "accepted", "plain"])])
+    tokenizer = TOKENIZERS["byte_level"]
+    broken = coloured(
+        tokenizer, [(ids_of(tokenizer, ["a", "ð", "Ł", "b"]), ["plain", "corrected", "accepted", "plain"])]
+    )
     assert kinds_of(broken) == (f"a{REPLACEMENT}b", ["plain", "accepted", "plain"])
+    twice = coloured(tokenizer, [(ids_of(tokenizer, ["ð", "Ã", "©"]), ["accepted", "corrected", "plain"])])
+    assert kinds_of(twice) == (f"{REPLACEMENT}é", ["accepted", "plain"])
+
+
+def test_a_special_token_takes_no_colour() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = ids_of(tokenizer, ["a", "b", "<|x|>", "c", "<|x|>"])
+    got = coloured(tokenizer, [(ids, ["accepted", "accepted", "corrected", "plain", "corrected"])])
+    assert kinds_of(got) == ("abc", ["accepted", "accepted", "plain"])
+
+
+def test_the_window_is_not_parted_inside_a_character() -> None:
+    tokenizer, written = TOKENIZERS["byte_level"], list[str]()
+    stream = TextStream(tokenizer, written.append, ["bx"])
+    for token in ids_of(tokenizer, ["c", "aÃ", "©b", "Ã", "©b", "c", "b"]):
+        stream.push([token])
+    stream.finish("length")
+    assert "".join(written) == "caébébcb"
 
 
 def test_a_writer_of_colours_takes_plain_text() -> None:
