@@ -45,7 +45,7 @@ def decode_plain(
     alone_111 = torch.ones(1, 1, 1, dtype=torch.bool, device=target.device)
     zero_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     logits_1V, _ = prefill(target, [prompt_ids], cache)
-    row = RowStop(stop, prompt_ids)
+    row = RowStop(stop, prompt_ids, target.head_device)
     token = int(argmax_of(logits_1V)[0])
     clock.lap("prefill")
     while True:

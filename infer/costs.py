@@ -155,7 +155,7 @@ def measure_costs(target: TargetAdapter, head: DraftHead, request: CalibrationRe
         commit_ms=ms["commit",],
         first_ms={w: ms["draft", w, 1] for w in request.widths},
         level_ms=levels,
-        overhead_ms=max(0.0, ms["drafting",] - ms["commit",]),
+        overhead_ms=ms["drafting",],
         plain_overhead_ms=ms["plain",],
         rows=request.rows,
         context=request.context,

@@ -185,7 +185,8 @@ class _Batch:
         self.results: list[RowResult | None] = [None] * len(rows)
         self.active = list(range(len(rows)))  # request of each row of the tensors
         prefixes = [row.prompt_ids if row.prefix_ids is None else row.prefix_ids for row in rows]
-        self.stops = [RowStop(row.stop, prefix) for row, prefix in zip(rows, prefixes, strict=True)]
+        device = target.head_device
+        self.stops = [RowStop(row.stop, ids, device) for row, ids in zip(rows, prefixes, strict=True)]
         self.stats = [DecodeStats(prompt_tokens=len(row.prompt_ids)) for row in rows]
         self.shared = DecodeStats()  # seconds of the batch
         self.clock = Clock(self.shared, target.device, options.exact_clock)
@@ -379,7 +380,9 @@ class _Batch:
         path_BA, decided_BA = outcome.path_BA[:, :longest], outcome.decided_BA[:, :longest]
         if self.head is not None:
             features_BAF = head_features(self.head.needs, out)[row_B1, path_BA]
+            self.clock.lap("rest")
             self.head.commit(self.state, features_BAF, decided_BA, counts)
+            self.clock.lap("draft")
         last_B1 = torch.tensor(counts, device=decided_BA.device)[:, None] - 1
         self.root_B = decided_BA.gather(1, last_B1)[:, 0]
         self.lengths = self.cache.lengths

@@ -22,9 +22,9 @@ from infer.stopping import RowStop
 class _Follow(StoppingCriteria):
     """Hands every new token on, and stops when the row's rule says so."""
 
-    def __init__(self, request: RowRequest) -> None:
+    def __init__(self, request: RowRequest, device: torch.device) -> None:
         self.request = request
-        self.row = RowStop(request.stop, request.prompt_ids)
+        self.row = RowStop(request.stop, request.prompt_ids, device)
         self.first_at = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def decode_library(target: TargetAdapter, rows: Sequence[RowRequest], do_sample:
 
 
 def _decode_row(target: TargetAdapter, request: RowRequest, do_sample: bool) -> RowResult:
-    follow = _Follow(request)
+    follow = _Follow(request, target.device)
     # Nothing of the model's own settings: those asked for are in the processors and the stop rule.
     config = GenerationConfig(max_new_tokens=request.stop.max_new_tokens, do_sample=do_sample, top_k=0, pad_token_id=0)
     started = time.perf_counter()

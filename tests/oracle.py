@@ -58,7 +58,8 @@ class OracleHead(DraftHead):
         self, state: list[Seen], root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
     ) -> DraftTree:
         rows = [self._row(seen, int(root), policy) for seen, root in zip(state, root_B, strict=True)]
-        return rerank(*(torch.cat(columns) for columns in zip(*rows, strict=True)), policy.total)  # type: ignore[arg-type]
+        token, parent, depth, score = (torch.cat(columns) for columns in zip(*rows, strict=True))
+        return rerank(token, parent, depth, score, policy.total)
 
     def keep_rows(self, state: list[Seen], rows: Tensor) -> None:
         state[:] = [state[row] for row in rows.tolist()]

@@ -142,7 +142,7 @@ def test_streamed_blocks_add_up() -> None:
     blocks: list[list[int]] = []
     head = oracle(target, PROMPT, text)
     rule = StopRule(frozenset(), NEW)
-    new_ids, stats = decode_speculative(target, head, PROMPT, POLICIES["tree"], rule, blocks.append)
+    new_ids, stats = decode_speculative(target, head, PROMPT, POLICIES["tree"], rule, lambda ids, _: blocks.append(ids))
     assert [token for block in blocks for token in block] == new_ids
     assert len(blocks) == stats.target_passes + 1 and max(map(len, blocks)) == 4
 

@@ -17,7 +17,6 @@ from heads.config import HeadConfig
 from heads.target import TargetAdapter
 from infer.generate import main
 from infer.prompts import Prompt, encode_messages, encode_prompt, read_prompts, spread
-from infer.streaming import TextStream
 from tests.tiny import CONFIGS, library_greedy, tiny_head, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -314,26 +313,6 @@ def test_spread_is_even_and_keeps_the_order() -> None:
         assert [prompts.index(p) for p in chosen] == sorted(prompts.index(p) for p in chosen)
     assert [p.id for p in spread(prompts, 8)] == ["a0", "a3", "a6", "b0", "b1", "c0", "c10", "c20"]
     assert spread(prompts, None) == prompts
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_stream_writes_whole_characters(size: int) -> None:
-    tokenizer = tiny_tokenizer()
-    text = "Grüße, 世界 🙂 end"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) == len(text.encode())  # a token per byte, so characters are split
-    written: list[str] = []
-    stream = TextStream(tokenizer, written.append)
-    for start in range(0, len(ids), size):
-        stream.push(ids[start : start + size])
-        assert text.startswith("".join(written))
-    stream.finish()
-    assert "".join(written) == text
-    unfinished = TextStream(tokenizer, written.append)
-    unfinished.push(tokenizer("🙂", add_special_tokens=False)["input_ids"][:2])
-    assert "".join(written) == text
-    unfinished.finish()
-    assert "".join(written) != text  # nothing is lost without a trace
 
 
 def test_run_by_path_from_another_folder(place: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from infer import sampling
 from infer.sampling import (
     PREFIX_FREE,
     ForcedTokensProcessor,
@@ -428,3 +429,27 @@ def test_surplus_children_have_no_q() -> None:
     assert set(race[0].tolist()) == {0, 1, 2, 3} and turn[0, 2:].tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"k is 5, expected 1 \.\. 4"):
         draw_without_replacement(q_RV, 5, torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_nucleus_without_sorting_is_the_librarys(top_p: float, keep: int) -> None:
+    """Same tokens kept, but for one whose place in the sum is within rounding of top_p; None where it is too large."""
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.tensor([0.0, 1.0, 3.0, 10.0, 1000.0])[:, None]
+    scores = torch.randn(5, 8192, generator=generator) * scale
+    scores[3, ::3] = -torch.inf
+    warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=keep)
+    ids = torch.empty(5, 0, dtype=torch.long)
+    if top_p > 0.2:
+        assert sampling._nucleus(warper, scores[:1]) is None  # uniform over 8192 tokens
+    rows = [row for row in range(1, 5) if sampling._nucleus(warper, scores[row : row + 1]) is not None]
+    assert rows and (top_p < 0.99) <= (rows == [1, 2, 3, 4] or top_p > 0.4)
+    for row in rows:
+        given = scores[row : row + 1].clone()
+        got, want = sampling._nucleus(warper, given), warper(ids[:1], scores[row : row + 1])
+        assert got is not None and torch.equal(given, scores[row : row + 1])
+        order = scores[row].double().softmax(-1).sort(descending=True)
+        before = (order.values.cumsum(-1) - order.values)[order.indices.argsort()]
+        differs = (got != want)[0]
+        assert bool(((before[differs] - top_p).abs() < 1e-5).all()) and int(differs.sum()) <= 1

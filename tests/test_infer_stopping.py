@@ -99,6 +99,10 @@ CHARACTERS: dict[str, list[list[int]]] = {
 }
 
 
+# A token in no stop string: behind it a prompt keeps its leading space when the oracle decodes it.
+LEADS = {name: ids_of(TOKENIZERS[name], ["abcdef" if name == "word_piece" else "f"]) for name in TOKENIZERS}
+
+
 def flat(groups: Sequence[list[int]]) -> list[int]:
     return [token for group in groups for token in group]
 
@@ -195,6 +199,7 @@ def test_a_limit_below_one_is_refused(limit: int) -> None:
 def brute_force(name: str, prompt: list[int], new: list[int], strings: list[str]) -> tuple[int | None, int]:
     """Decodes the whole text again after every token: tokens emitted at the stop, characters left of the new text."""
     tokenizer = TOKENIZERS[name]
+    prompt = [*LEADS[name], *prompt]
     in_prompt = len(decode_text(tokenizer, prompt).rstrip("\N{REPLACEMENT CHARACTER}"))
     for count in range(1, len(new) + 1):
         text = decode_text(tokenizer, prompt + new[:count])
@@ -276,7 +281,7 @@ def test_a_string_that_begins_in_the_prompt() -> None:
 
 def test_special_tokens_have_bytes_to_match_and_no_text() -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    for string, cut in (("<|x|>", 2), ("a<|x", 1), ("|>b", 2), ("x|>bc", 2), ("bc", 3), ("ab", None)):
+    for string, cut in (("<|x|>", 2), ("a<|x", 1), ("|>b", 2), ("x|>bc", 2), ("bc", 2), ("ab", None)):
         row = RowStop(StopRule(frozenset(), 50, (string,), tokenizer), ids_of(tokenizer, "a"))
         row.push(ids_of(tokenizer, ["c", "a", "<|x|>", "b", "c"]))
         assert row.text_cut == cut
