@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import LogitsProcessorList
@@ -110,10 +110,12 @@ class _Job:
     policy: TreePolicy
     rule: str
     proposal: Proposal
+    break_even: float | None = None
 
     @property
     def options(self) -> DecodeOptions:
-        return DecodeOptions(self.policy, self.rule, self.proposal, compiled=self.args.compile)
+        compiled = self.args.compile
+        return DecodeOptions(self.policy, self.rule, self.proposal, compiled=compiled, break_even=self.break_even)
 
     def sampling(self) -> dict[str, Any]:
         """The settings of `build_processors` that are not at their defaults; empty: greedy without penalties."""
@@ -224,7 +226,7 @@ def _load(job: _Job) -> tuple[Loaded, _Job]:
         if choice.policy is None:
             loaded = Loaded(loaded.target, None, loaded.tokenizer)
         else:
-            job = _Job(args, job.argv, choice.policy, job.rule, job.proposal)
+            job = replace(job, policy=choice.policy, break_even=choice.break_even_tau)
     if args.compile:
         _say("--compile: the first pass of each size is compiled, which takes a while")
     _say(f"loaded in {time.perf_counter() - started:.1f} s")

@@ -20,6 +20,7 @@ Shapes: B rows, N tree nodes, A path nodes (a + 1), D depth, V vocabulary, T tok
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,9 @@ from infer.prefill import Clock, OnBlock, TreeMasks, check_memory, check_request
 from infer.sampling import Processing, RowRandom, draw, draw_without_replacement, softmax_of
 from infer.stopping import RowStop, StopReason, StopRule
 from infer.verify import RULES, Rule, Verdict, verify_greedy, walk
+
+_SAME_OUTPUT = ("greedy", "match")  # rules with which drafts, right or wrong, change nothing
+_WATCHED = 24  # rounds
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class DecodeOptions:
     policy: shape of the drafted trees. rule: a name in `infer.verify.RULES`; "greedy" takes the argmax, "match" is the
     default for sampling. proposal: "top_k" drafts the likeliest children, "sampled" draws them. exact_clock:
     synchronise the accelerator at every phase, for a time split. compiled: see `heads.compiled`.
+    break_even: the accept length from which drafts pay (`infer.calibration`); a batch whose last rounds stay below it
+    goes on without drafts. Only where drafts change no output (rules "greedy" and "match").
 
     Raises ValueError for an unknown rule, or one that does not go with the proposal.
     """
@@ -73,6 +79,7 @@ class DecodeOptions:
     proposal: Proposal = "top_k"
     exact_clock: bool = False
     compiled: bool = False
+    break_even: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -193,6 +200,8 @@ class _Batch:
         self.nodes = options.policy.total if head is not None else 1
         self.depth = min(options.policy.depth, self.nodes - 1)
         self.children = options.policy.width if head is not None else 0
+        self.drafting = head is not None
+        self.recent: deque[float] = deque(maxlen=_WATCHED)  # tokens per row of the last rounds
         self.slots = max(len(row.prompt_ids) + row.stop.max_new_tokens for row in rows)
         longest = max(len(row.prompt_ids) for row in rows)
         check_memory(target, len(rows), self.slots + self.nodes, self.nodes, longest)
@@ -259,6 +268,7 @@ class _Batch:
         self.clock.lap("verify")
         for row in self.active:
             self.stats[row].target_passes += 1
+        self._watch(outcome)
         going = self._emit(outcome)
         if going:
             self._commit(out, outcome)
@@ -269,11 +279,11 @@ class _Batch:
     def _draft(self) -> DraftTree:
         remaining = max(self.requests[row].stop.max_new_tokens - len(self.stops[row].new_ids) for row in self.active)
         depth = self.depth
-        if self.options.rule in ("greedy", "match") and not self.options.compiled:
+        if self.options.rule in _SAME_OUTPUT and not self.options.compiled:
             # What a row emits does not depend on its trees, so they end where nothing could be emitted any more.
             # (Compiled passes keep their size: another one would be compiled for the last round.)
             depth = min(depth, remaining - 1)
-        if self.head is None or depth < 1:
+        if self.head is None or not self.drafting or depth < 1:
             nothing = self.root_B.new_empty(len(self.active), 0)
             return chain(nothing, nothing.float(), self.root_B, proposal=self.options.proposal)
         policy = replace(self.options.policy, depth=depth)
@@ -371,6 +381,15 @@ class _Batch:
             self.active = []
         return going
 
+    def _watch(self, outcome: _Outcome) -> None:
+        """Stops drafting where it does not pay. Its head's state ends there: it is not taken up again."""
+        even = self.options.break_even
+        if even is None or not self.drafting or self.options.rule not in _SAME_OUTPUT:
+            return
+        self.recent.append(sum(len(block) for block in outcome.blocks) / len(outcome.blocks))
+        if len(self.recent) == _WATCHED and sum(self.recent) / _WATCHED < even:
+            self.drafting = False
+
     def _commit(self, out: TargetOutput, outcome: _Outcome) -> None:
         """Applies a pass: its paths stay in the cache, the head gets features and next tokens."""
         counts = [len(path) for path in outcome.paths]
@@ -378,7 +397,7 @@ class _Batch:
         self.cache.commit(self.lengths, outcome.paths)
         row_B1 = torch.arange(len(counts), device=out.logits_BNV.device)[:, None]
         path_BA, decided_BA = outcome.path_BA[:, :longest], outcome.decided_BA[:, :longest]
-        if self.head is not None:
+        if self.head is not None and self.drafting:
             features_BAF = head_features(self.head.needs, out)[row_B1, path_BA]
             self.clock.lap("rest")
             self.head.commit(self.state, features_BAF, decided_BA, counts)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from heads.base import TreePolicy
@@ -149,6 +150,54 @@ def test_greedy_with_processors_is_the_librarys() -> None:
             ids_of(decode(target, tiny_head(target), [row], DecodeOptions(policy=POLICY)))[0]
             == out[0, len(prompt) :].tolist()
         )
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for an accelerator: single values read by Python, indices found by value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket._qualified_op_name
+        self.count += name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_host_synchronisation_per_round(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    lists = []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        lists.append(tensor.shape)
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    chosen = [RowRequest(prompt, StopRule(frozenset(), 12)) for prompt in PROMPTS[:count]]
+    with Reads() as reads:
+        results = decode(target, head, chosen, DecodeOptions(policy=POLICY))
+    rounds = max(result.stats.target_passes for result in results)
+    ends = len({result.stats.target_passes for result in results}) - 1  # dropping rows reads which
+    assert reads.count == 0
+    assert len(lists) <= 1 + rounds + 2 * ends
+
+
+@pytest.mark.parametrize("rule", ["greedy", "match"])
+def test_drafts_that_do_not_pay_are_given_up(rule: str) -> None:
+    """Below the break-even accept length drafting ends after the watched rounds; the text is the same."""
+    target = tiny_target("llama")
+    row = RowRequest(PROMPTS[0], StopRule(frozenset(), 60))
+    wanted = decode(target, None, [row], DecodeOptions(rule=rule))[0].ids
+    for even, drafted in ((None, 60), (1.0, 60), (3.5, 24)):
+        options = DecodeOptions(policy=POLICY, rule=rule, break_even=even)
+        result = decode(target, tiny_head(target), [row], options)[0]
+        assert result.ids == wanted
+        offered = [depth > 0 for depth in result.stats.offered_depth_per_round]
+        assert all(offered[: min(drafted, len(offered) - 3)]) and (even != 3.5 or not any(offered[24:]))
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
