@@ -33,7 +33,7 @@ stage "decoding with the head and without it"
 if [[ $run/eval.json -nt $run/best/model.safetensors ]]; then
   echo "measured before, with these weights: see $run/eval.json, or delete it to measure again"
 else
-  python infer/generate.py --head "$run/best" --eval "$prompts" --limit 12 \
+  python infer/generate.py --head "$run/best" --eval "$prompts" --limit 8 \
     --max-new-tokens 128 --json "$run/eval.json"
 fi
 printf '\n=== finished (%d:%02d since the start)\n' $((SECONDS / 60)) $((SECONDS % 60))

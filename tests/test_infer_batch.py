@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -127,6 +128,21 @@ def test_matching_gives_the_text_of_plain_sampling(proposal: Any) -> None:
     results = decode(target, head, chosen, DecodeOptions(policy=POLICY, rule="match"))
     assert ids_of(results) == plain
     assert sum(sum(result.stats.accepted_per_round) for result in results) > 20  # and they were really accepted
+
+
+@pytest.mark.parametrize("proposal", ["top_k", "sampled"])
+def test_a_reduced_draft_vocabulary_limits_drafts_and_not_the_text(proposal: Any) -> None:
+    target = tiny_target("llama")
+    whole = tiny_head(target)
+    few = torch.arange(0, target.vocab_size, 3)
+    head = type(whole)(dataclasses.replace(whole.config, draft_vocab_size=len(few))).eval()
+    head.load_state_dict({**whole.state_dict(), "draft_token_ids": few})
+    chosen = rows(processors=warm())
+    plain = sampled(target, None, "match", "top_k", chosen)
+    assert sampled(target, head, "match", proposal, chosen) == plain
+    assert any(token % 3 for ids in plain for token in ids)
+    if proposal == "sampled":
+        assert sampled(target, head, "sampled", proposal, chosen) == sampled(target, head, "sampled", proposal, chosen)
 
 
 def test_seeds_decide() -> None:
