@@ -128,28 +128,19 @@ class SlotCache(Cache):
 
         Per row: `base` is the length before the tree was scored, `path` the accepted node indices within the tree.
         """
-        # Slots before the first gap are in place already.
-        first = min(_gap(path) for path in paths)
-        longest = max(len(path) for path in paths)
-        if first < longest:
-            self._move(bases, paths, first, longest)
+        for row, (base, path) in enumerate(zip(bases, paths, strict=True)):
+            gap = _gap(path)  # slots before the first gap are in place already
+            if gap < len(path):
+                self._move(row, base, gap, path[gap:])
         self.set_lengths([base + len(path) for base, path in zip(bases, paths, strict=True)])
 
-    def _move(self, bases: Sequence[int], paths: Sequence[Sequence[int]], first: int, longest: int) -> None:
-        # Shorter rows are padded with moves of a slot onto itself.
-        source = [[p[i] if i < len(p) else i for i in range(first, longest)] for p in paths]
+    def _move(self, row: int, base: int, to: int, nodes: Sequence[int]) -> None:
+        """In all layers at once, the row's slots base + nodes[i] become its slots base + to + i."""
         for (*_, device), buffers in self._buffers.items():
+            index = torch.tensor(nodes, device=device) + base
             for memory in buffers:
-                if len(bases) == 1:
-                    index = torch.tensor(source[0], device=device) + bases[0]
-                    # index_select copies first, so overlapping source and destination are safe
-                    memory[:, 0, :, bases[0] + first : bases[0] + longest] = memory[:, 0].index_select(2, index)
-                    continue
-                base_B1 = torch.tensor(bases, device=device)[:, None]
-                row_B1 = torch.arange(len(bases), device=device)[:, None]
-                to_BA = base_B1 + torch.arange(first, longest, device=device)
-                from_BA = base_B1 + torch.tensor(source, device=device)
-                memory[:, row_B1, :, to_BA] = memory[:, row_B1, :, from_BA]
+                # index_select copies first, so overlapping source and destination are safe
+                memory[:, row, :, base + to : base + to + len(nodes)] = memory[:, row].index_select(2, index)
 
     def write_rows(self, start: int, part: SlotCache) -> None:
         """Copies the filled slots of `part`, and its lengths, into rows start .. start + its rows."""

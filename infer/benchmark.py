@@ -23,7 +23,8 @@ from infer.baseline import decode_plain
 from infer.calibration import describe
 from infer.costs import CalibrationRequest, measure_costs
 from infer.engine import DecodeOptions, RowRequest, decode
-from infer.evaluation import commit_id, hardware_name, library_greedy
+from infer.evaluation import commit_id, hardware_name
+from infer.library import library_greedy
 from infer.loading import Loaded, add_model_options, load_models
 from infer.metrics import DecodeStats
 from infer.prompts import encode_prompt, read_prompts, spread

@@ -7,7 +7,6 @@ rotates, and each is run once untimed before. One clock times all, from prompt i
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,21 +14,14 @@ import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, MaxLengthCriteria
 
 from heads.base import DraftHead
 from heads.checkpoint import WEIGHTS
@@ -38,7 +30,7 @@ from heads.target import TargetAdapter
 from infer.audit import Chooser, replay
 from infer.baseline import decode_plain
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
-from infer.metrics import DecodeStats
+from infer.library import Decoded, generate_batch, library_attention, timed
 from infer.prefill import check_request
 from infer.prompts import Prompt
 from infer.report import (
@@ -55,14 +47,11 @@ from infer.stopping import StopRule
 
 __all__ = ["EvalRequest", "Results", "evaluate", "open_results"]
 
-_T = TypeVar("_T")
 _WARM_UP_TOKENS = 8
 
 # A batch of requests to its results, in their order.
 PlainDecoder = Callable[[Sequence[RowRequest]], list[RowResult]]
 Processors = Callable[[Sequence[int]], LogitsProcessorList | None]
-# New ids and counts of a row.
-Decoded = tuple[list[int], DecodeStats]
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class EvalRequest:
             "batch": self.rows,
             "baselines": ["library", "plain", *(["compiled"] if self.plain_compiled else [])],
             "library_kwargs": self.library_kwargs,
-            "library_attention": _library_attention(target),
+            "library_attention": library_attention(target),
             "attention": target.config._attn_implementation,
             "control_prompts": self.control_prompts,
             "exact_clock": self.options.exact_clock,
@@ -339,7 +328,7 @@ def _with_head(request: EvalRequest) -> PlainDecoder:
 
 def _plain(request: EvalRequest, rows: Sequence[RowRequest]) -> list[Decoded]:
     if request.greedy and len(rows) == 1 and not rows[0].processors:
-        seconds, alone = _timed(request.target, lambda: decode_plain(request.target, rows[0].prompt_ids, rows[0].stop))
+        seconds, alone = timed(request.target, lambda: decode_plain(request.target, rows[0].prompt_ids, rows[0].stop))
         return _booked([alone], seconds)
     # Without drafts "top_k" and "sampled" are one law, which "match" draws from too.
     rule = "greedy" if request.greedy else "match"
@@ -349,22 +338,8 @@ def _plain(request: EvalRequest, rows: Sequence[RowRequest]) -> list[Decoded]:
 
 def _ours(request: EvalRequest, rows: Sequence[RowRequest], decoder: PlainDecoder | None) -> list[Decoded]:
     assert decoder is not None
-    seconds, found = _timed(request.target, lambda: decoder(rows))
+    seconds, found = timed(request.target, lambda: decoder(rows))
     return _booked([(row.ids, row.stats) for row in found], seconds)
-
-
-def _timed(target: TargetAdapter, work: Callable[[], _T]) -> tuple[float, _T]:
-    """Seconds of wall clock until the device is done, and the result."""
-    _wait(target.device)
-    started = time.perf_counter()
-    result = work()
-    _wait(target.device)
-    return time.perf_counter() - started, result
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _booked(rows: list[Decoded], seconds: float) -> list[Decoded]:
@@ -376,103 +351,12 @@ def _booked(rows: list[Decoded], seconds: float) -> list[Decoded]:
     return rows
 
 
-class _FirstToken(StoppingCriteria):
-    """Notes when `generate` had its first token; stops nothing."""
-
-    def __init__(self, now: Callable[[], None]) -> None:
-        self._now: Callable[[], None] | None = now  # a function: `generate` copies its criteria deeply, functions not
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        if self._now is not None:
-            self._now()
-            self._now = None
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def _library(request: EvalRequest, rows: Sequence[RowRequest], max_new_tokens: int) -> list[Decoded]:
     stop = replace(rows[0].stop, max_new_tokens=max_new_tokens, criteria=())
     settings: dict[str, Any] = {"do_sample": False, **request.library_kwargs}
     if settings["do_sample"]:
         settings = {"top_k": 0, **settings}  # the library's own default is 50
-    return _generate(request.target, [row.prompt_ids for row in rows], stop, settings, rows[0].seed)
-
-
-def library_greedy(target: TargetAdapter, prompts: Sequence[Sequence[int]], tokens: int) -> list[DecodeStats]:
-    """Counts of the library's greedy `generate` on a batch, `tokens` each; no token ends a text."""
-    rows = _generate(target, prompts, StopRule(frozenset(), tokens), {"do_sample": False}, 0)
-    return [stats for _, stats in rows]
-
-
-def _generate(
-    target: TargetAdapter, prompts: Sequence[Sequence[int]], stop: StopRule, settings: dict[str, Any], seed: int
-) -> list[Decoded]:
-    """transformers' `generate` on the left-padded batch, with the attention that the library itself chose.
-
-    The seconds until the first token are "prefill", all others "rest".
-    """
-    device, longest, eos = target.device, max(map(len, prompts)), sorted(stop.eos_ids)
-    stamps: list[float] = []
-
-    def stamp() -> None:
-        _wait(device)
-        stamps.append(time.perf_counter())
-
-    def generate() -> list[list[int]]:
-        stamps.append(time.perf_counter())
-        padded = [[0] * (longest - len(ids)) + list(ids) for ids in prompts]
-        real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
-        out: Tensor = target.model.generate(
-            torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(real, device=device),
-            max_new_tokens=stop.max_new_tokens,
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-            use_cache=True,
-            stopping_criteria=StoppingCriteriaList([_FirstToken(stamp)]),
-            **settings,
-        )
-        return out[:, longest:].tolist()
-
-    with _as_loaded(target), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)  # `generate` takes no generator
-        seconds, found = _timed(target, generate)
-    prefill = stamps[1] - stamps[0]
-    decoded = []
-    for prompt, tokens in zip(prompts, found, strict=True):
-        ids = _until_eos(tokens, stop.eos_ids)
-        stats = DecodeStats(len(prompt), len(ids), len(ids) - 1)
-        stats.seconds |= {"prefill": prefill, "rest": max(seconds - prefill, 0.0)}
-        decoded.append((ids, stats))
-    return decoded
-
-
-def _until_eos(tokens: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
-    """The first end-of-sequence token included; what follows is padding."""
-    end = next((index + 1 for index, token in enumerate(tokens) if token in eos_ids), len(tokens))
-    return list(tokens[:end])
-
-
-def _library_attention(target: TargetAdapter) -> str:
-    """The attention that the library chose at load, before the adapter put its own in place."""
-    name = str(target.config._attn_implementation)
-    return "sdpa" if name.startswith("draftsmith") else name
-
-
-@contextlib.contextmanager
-def _as_loaded(target: TargetAdapter) -> Iterator[None]:
-    """The model as a user of the library has it: its own attention, and no generation settings but those given."""
-    model, ours = target.model, target.config._attn_implementation
-    library = _library_attention(target)
-    config = model.generation_config
-    model.generation_config = GenerationConfig()
-    if library != ours:
-        model.set_attn_implementation(library)
-    try:
-        yield
-    finally:
-        model.generation_config = config
-        if library != ours:
-            model.set_attn_implementation(ours)
+    return generate_batch(request.target, [row.prompt_ids for row in rows], stop, settings, rows[0].seed)
 
 
 # ---- equality ----------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from heads.base import TreePolicy
 from heads.checkpoint import save_head
 from heads.target import TargetAdapter
-from infer import audit, evaluation
+from infer import audit, evaluation, library
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.evaluation import EvalRequest, evaluate, open_results
 from infer.prompts import Prompt
@@ -179,14 +178,15 @@ def test_one_clock_times_all(make: Make, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(time, "perf_counter", fake)
     request = make(rows=2)
     taken: list[float] = []
-    timed = evaluation._timed
+    timed = library.timed
 
     def noted(*args: Any) -> Any:
         seconds, result = timed(*args)
         taken.append(seconds)
         return seconds, result
 
-    monkeypatch.setattr(evaluation, "_timed", noted)
+    for module in (library, evaluation):
+        monkeypatch.setattr(module, "timed", noted)
     outcome = evaluation._decode_sides(request, [0, 1], StopRule(frozenset(), NEW), 0)
     assert list(outcome) == ["library", "plain", "spec"]
     for (_, rows), seconds in zip(outcome.items(), taken, strict=True):
@@ -314,12 +314,6 @@ def test_the_library_runs_as_a_user_has_it(make: Make) -> None:
     assert model.generation_config is before and request.target.config._attn_implementation == attention
 
 
-def test_the_librarys_counts_alone(make: Make) -> None:
-    stats = evaluation.library_greedy(make().target, IDS, 5)
-    assert [(one.prompt_tokens, one.new_tokens, one.target_passes) for one in stats] == [(n, 5, 4) for n in LENGTHS]
-    assert len({one.total_seconds for one in stats}) == 1 and stats[0].seconds["prefill"] > 0
-
-
 def test_every_compiled_shape_is_met_before(make: Make) -> None:
     """Caches come in steps of 256 slots, with 64 to spare."""
     plain, compiled = make(), make(plain_compiled=print)
@@ -442,9 +436,3 @@ def test_replay_near_the_last_position() -> None:
     ids = prompt_ids(limit - 4)
     new = library_greedy(target.model, ids, 4)
     assert audit.replay(target, ids, new, 5).noise < 1e-3
-
-
-def test_a_config_without_groups_keeps_its_attention() -> None:
-    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_key_value_heads": 4})
-    target = TargetAdapter(tiny_model(config))
-    assert evaluation._library_attention(target) == target.config._attn_implementation == "sdpa"
