@@ -59,14 +59,6 @@ class LayerMasks:
         """Only full attention: one mask, which no position changes."""
         return all(size is None for size in self.sizes.values())
 
-    def covers(self, tokens: int) -> bool:
-        """Whether in rows of at most this many tokens no window or chunk hides anything."""
-        return all(size is None or tokens <= size for size in self.sizes.values())
-
-    def spread(self, mask_B1NS: Tensor) -> Masks:
-        """The same mask for every kind of layer, in the form that the model takes."""
-        return dict.fromkeys(self.sizes, mask_B1NS) if len(self.sizes) > 1 else mask_B1NS
-
     def build(
         self, visible_BNS: Tensor, query_position_BN: Tensor, key_position_BS: Tensor, dtype: torch.dtype
     ) -> Masks:

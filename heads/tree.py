@@ -141,19 +141,6 @@ def tree_positions(depth_BN: Tensor, length_B: Tensor) -> Tensor:
     return length_B[:, None] + depth_BN
 
 
-def tree_visibility(ancestors_BNN: Tensor, prefix_valid_BS: Tensor) -> Tensor:
-    """Which keys each node may attend to: bool [B,N,S+N], the S cache slots first, then the tree's N slots.
-
-    ancestors_BNN bool (see `ancestor_mask`); prefix_valid_BS bool: False for padding and for slots that a row
-    left unused. Sliding windows go by position, not by slot, and are the caller's to apply.
-    """
-    rows, nodes, _ = ancestors_BNN.shape
-    assert ancestors_BNN.dtype == torch.bool and prefix_valid_BS.dtype == torch.bool, "visibility must be bool"
-    assert prefix_valid_BS.shape[0] == rows, f"{prefix_valid_BS.shape[0]} prefix rows for {rows} trees"
-    prefix_BNS = prefix_valid_BS[:, None, :].expand(rows, nodes, prefix_valid_BS.shape[1])
-    return torch.cat([prefix_BNS, ancestors_BNN], dim=2)
-
-
 def additive_mask(visible_BNS: Tensor, dtype: torch.dtype) -> Tensor:
     """bool [B,N,S] -> attention mask [B,1,N,S] of `dtype`: 0 where visible, finfo(dtype).min elsewhere.
 

@@ -144,14 +144,6 @@ class Processing:
                 scores_RV[at] = part.float()
         return scores_RV
 
-    def probabilities(self, logits_RV: Tensor, row_R: Sequence[int], path_RD: Tensor | None = None) -> Tensor:
-        """fp32 softmax of `scores`, [R, V].
-
-        A line whose tokens are all ruled out gives zeros: as q it offers no child, as p it ends in a ValueError of
-        `Verdict.host_rows` (to raise it here would wait for the device).
-        """
-        return softmax_of(self.scores(logits_RV, row_R, path_RD))
-
     def _with_prefixes(
         self,
         processors: LogitsProcessorList,

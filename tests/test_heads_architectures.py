@@ -321,17 +321,14 @@ def test_a_query_that_sees_nothing_stays_finite(name: str) -> None:
 
 def test_kinds_of_layers() -> None:
     plain = LayerMasks(Config())
-    assert plain.plain and plain.sizes == {"full_attention": None} and plain.covers(10**9)
+    assert plain.plain and plain.sizes == {"full_attention": None}
     assert LayerMasks(Config(sliding_window=None)).plain
     assert LayerMasks(Config(layer_types=["full_attention"] * 4, sliding_window=16)).plain
     # Layer types beyond the model's layers, and layers without attention, ask for no mask.
     assert LayerMasks(Config(layer_types=["full_attention"] * 3 + ["moe", "conv"])).foreign == ()
     assert LayerMasks(Config(layer_types=["full_attention", "conv"])).foreign == ("conv",)
     mixed = LayerMasks(MIXED)
-    assert not mixed.plain and mixed.covers(3) and not mixed.covers(4)
-    mask = torch.zeros(1, 1, 2, 2)
-    assert plain.spread(mask) is mask
-    assert mixed.spread(mask) == dict.fromkeys(set(KINDS), mask)
+    assert not mixed.plain
     assert LayerMasks(Config(attention_chunk_size=8)).sizes == {"chunked_attention": 8}
     with pytest.raises(ValueError, match=r"config\.sliding_window is None"):
         LayerMasks(Config(layer_types=["sliding_attention"] * 4, sliding_window=None))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from heads.cache import visible_slots
 from heads.tree import (
     DraftTree,
     additive_mask,
@@ -18,7 +19,6 @@ from heads.tree import (
     paths,
     rerank,
     tree_positions,
-    tree_visibility,
 )
 
 
@@ -79,13 +79,15 @@ def test_positions_count_tokens_on_the_path(parents: list[int], length: int) -> 
     assert torch.equal(positions_BN[1], positions_BN[0] + 7)
 
 
-@given(parent_lists(12), st.lists(st.booleans(), max_size=6))
-def test_visibility_is_valid_prefix_then_ancestors(parents: list[int], valid: list[bool]) -> None:
-    ancestors_BNN = ancestor_mask(torch.tensor([parents]))
-    visible_BNS = tree_visibility(ancestors_BNN, torch.tensor([valid], dtype=torch.bool))
-    for n, path in enumerate(paths(parents)):
-        want = [slot for slot, ok in enumerate(valid) if ok] + [len(valid) + m for m in path]
-        assert visible_BNS[0, n].nonzero().flatten().tolist() == want
+@given(parent_lists(12), st.integers(0, 6), st.integers(0, 3))
+def test_visibility_is_the_rows_prefix_then_ancestors(parents: list[int], length: int, more: int) -> None:
+    lengths = [length, length + more]
+    ancestors_BNN = ancestor_mask(torch.tensor([parents, parents]))
+    visible_BNS = visible_slots(ancestors_BNN, torch.tensor(lengths), max(lengths) + len(parents))
+    for row, filled in enumerate(lengths):
+        for n, path in enumerate(paths(parents)):
+            want = [*range(filled), *(filled + m for m in path)]
+            assert visible_BNS[row, n].nonzero().flatten().tolist() == want
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

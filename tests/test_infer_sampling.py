@@ -110,7 +110,9 @@ def test_scores_equal_each_node_alone(name: str, shared: bool) -> None:
         torch.testing.assert_close(scores_RV, want_RV, rtol=1e-6, atol=1e-6)
         assert scores_RV.dtype == torch.float32 and torch.equal(logits_RV, given)
         want_p = softmax_of(want_RV)
-        torch.testing.assert_close(processing.probabilities(logits_RV, row_R, path_RD), want_p, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            softmax_of(processing.scores(logits_RV, row_R, path_RD)), want_p, rtol=1e-5, atol=1e-7
+        )
         if depth == 0:
             torch.testing.assert_close(processing.scores(logits_RV, row_R), want_RV, rtol=1e-6, atol=1e-6)
 
