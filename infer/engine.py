@@ -170,6 +170,17 @@ def _check_head(target: TargetAdapter, head: DraftHead, policy: TreePolicy) -> N
         raise ValueError(f"tree width is {policy.width}, the vocabulary {target.vocab_size}: lower --tree-width")
 
 
+def _repeats(root_B: Tensor, nodes: int) -> DraftTree:
+    """A tree that only guesses that the root's token comes again: the size of a compiled pass without a draft.
+
+    A smaller pass would have to be compiled first, which takes longer than it saves.
+    """
+    depth_BN = torch.ones(len(root_B), nodes, dtype=torch.long, device=root_B.device)
+    depth_BN[:, 0] = 0
+    token_BN = root_B[:, None].expand(-1, nodes)
+    return DraftTree(token_BN, depth_BN - 1, depth_BN, torch.zeros_like(token_BN, dtype=torch.float32))
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """A verified round, on the device as tensors and on the host as lists (paths, ranks and blocks without padding)."""
@@ -283,6 +294,8 @@ class _Batch:
             # What a row emits does not depend on its trees, so they end where nothing could be emitted any more.
             # (Compiled passes keep their size: another one would be compiled for the last round.)
             depth = min(depth, remaining - 1)
+        if self.head is not None and not self.drafting and self.options.compiled:
+            return _repeats(self.root_B, self.nodes)
         if self.head is None or not self.drafting or depth < 1:
             nothing = self.root_B.new_empty(len(self.active), 0)
             return chain(nothing, nothing.float(), self.root_B, proposal=self.options.proposal)

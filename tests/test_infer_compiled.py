@@ -33,6 +33,11 @@ def test_greedy_text_is_the_librarys_and_two_sizes_are_compiled() -> None:
     shorter = RowRequest(PROMPT[:3], StopRule(frozenset(), 9))
     want = library_greedy(tiny_model("llama"), PROMPT[:3], 9)
     assert decode(target, tiny_head(target), [shorter], options)[0].ids == want
+    given_up = DecodeOptions(POLICY, compiled=True, break_even=3.5)
+    longer = library_greedy(tiny_model("llama"), PROMPT, 60)
+    row = RowRequest(PROMPT, StopRule(frozenset(), 60))
+    result = decode(target, tiny_head(target), [row], given_up)[0]
+    assert result.ids == longer and result.stats.offered_depth_per_round[-1] == 1
     assert counters["unique_graphs"] - before == 2  # passes of one token, and of eight
 
 
