@@ -49,7 +49,8 @@ class StaticPasses:
         masks = {k: _whole(m, padding) for k, m in masks.items()} if isinstance(masks, dict) else _whole(masks, padding)
         start_B1 = torch.tensor(cache.lengths, device=ids_BN.device)[:, None]
         cache.place(start_B1 + torch.arange(tokens + padding, device=ids_BN.device))
-        logits_BMV = self._run(ids_BN, position_BN.contiguous(), masks, cache)
+        # Contiguous: another stride would be compiled for anew.
+        logits_BMV = self._run(ids_BN.contiguous(), position_BN.contiguous(), masks, cache)
         return logits_BMV[:, :tokens] if padding else logits_BMV
 
     def _forward(self, ids: Tensor, position: Tensor, masks: Any, cache: SlotCache) -> Tensor:

@@ -15,7 +15,7 @@ from tests.oracle import OracleHead
 from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target
 
 PROMPT, NEW = prompt_ids(7), 20
-POLICY = TreePolicy(width=3, depth=3, total=7)  # padded to 8
+POLICY = TreePolicy(width=3, depth=3, total=8)  # a size of its own: nothing is padded
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
