@@ -23,9 +23,9 @@ from infer.baseline import decode_plain
 from infer.calibration import describe
 from infer.costs import CalibrationRequest, measure_costs
 from infer.engine import DecodeOptions, RowRequest, decode
-from infer.evaluation import commit_id, hardware_name
 from infer.library import library_greedy
 from infer.loading import Loaded, add_model_options, load_models
+from infer.machine import commit_id, machine_name, wait
 from infer.metrics import DecodeStats
 from infer.prompts import encode_prompt, read_prompts, spread
 from infer.report import aligned
@@ -67,7 +67,7 @@ def run_decode(args: argparse.Namespace, argv: Sequence[str]) -> None:
     costs = measure_costs(loaded.target, loaded.head, CalibrationRequest(args.head, repeats=args.repeats), _say)
     target = loaded.target
     result: dict[str, Any] = {
-        "hardware": hardware_name(target.device),
+        "hardware": machine_name(target.device),
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": target.name,
@@ -117,18 +117,13 @@ def _read_ms(target: TargetAdapter, repeats: int) -> float:
     times = []
     with torch.inference_mode():
         for _ in range(repeats + 1):
-            _wait(target)
+            wait(target.device)
             started = time.perf_counter()
             for matrix in matrices:
                 matrix(inputs[matrix.in_features])
-            _wait(target)
+            wait(target.device)
             times.append(1000 * (time.perf_counter() - started))
     return statistics.median(times[1:])
-
-
-def _wait(target: TargetAdapter) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
 
 
 def _ways(loaded: Loaded, args: argparse.Namespace, rows: int) -> dict[str, _Way]:

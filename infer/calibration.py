@@ -26,7 +26,8 @@ from heads.checkpoint import WEIGHTS
 from heads.embedded import cache_root
 from heads.target import TargetAdapter
 from infer.acceptance import Acceptance, measure_acceptance
-from infer.costs import CalibrationRequest, Costs, Say, candidates, library_versions, machine_name, measure_costs
+from infer.costs import CalibrationRequest, Costs, Say, candidates, measure_costs
+from infer.machine import library_versions, machine_name
 
 NODES = (4, 8, 12, 16, 24, 32, 48, 64)  # trees to choose from
 MARK, SCHEMA = "draftsmith_calibration", 1  # the key by which we know our own files, and its value

@@ -11,22 +11,19 @@ Shapes: B rows, L context tokens, N tree nodes, F head features.
 from __future__ import annotations
 
 import bisect
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from heads.base import DraftHead, TreePolicy
 from heads.target import TargetAdapter
 from heads.tree import ancestor_mask, tree_positions
 from infer.engine import DecodeOptions, RowRequest, decode
+from infer.machine import library_versions, machine_name, wait
 from infer.prefill import TreeMasks, check_length, check_memory, prefill
 from infer.stopping import StopRule
 
@@ -222,17 +219,13 @@ class _Bench:
 
     def _timed(self, work: Callable[[], object]) -> Callable[[], float]:
         def task() -> float:
-            self._wait()
+            wait(self.target.device)
             started = time.perf_counter()
             work()
-            self._wait()
+            wait(self.target.device)
             return 1000 * (time.perf_counter() - started)
 
         return task
-
-    def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
 
     def _pass(self, nodes: int) -> Callable[[], float]:
         """A star: one root, the others its children."""
@@ -266,21 +259,3 @@ class _Bench:
         results = decode(self.target, head, [RowRequest(ids, stop) for ids in self.prompts], options)
         stats = min((result.stats for result in results), key=lambda one: one.target_passes)
         return 1000 * (stats.seconds["verify"] + stats.seconds["rest"]) / stats.target_passes
-
-
-def machine_name(device: torch.device) -> str:
-    """The GPU, or the CPU with its number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass  # not Linux
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def library_versions() -> dict[str, str]:
-    """Of the libraries that decide how fast a pass is."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}

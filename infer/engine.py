@@ -37,7 +37,7 @@ from infer.metrics import DecodeStats
 from infer.prefill import Clock, OnBlock, TreeMasks, check_memory, check_request, head_features, prefill
 from infer.sampling import Processing, RowRandom, draw, draw_without_replacement, softmax_of
 from infer.stopping import RowStop, StopReason, StopRule
-from infer.verify import RULES, Rule, Verdict, verify_greedy, walk
+from infer.verify import RULES, Rule, Verdict, real_token, verify_greedy, walk
 
 _SAME_OUTPUT = ("greedy", "match")  # rules with which drafts, right or wrong, change nothing
 _WATCHED = 24  # rounds
@@ -369,11 +369,7 @@ class _Batch:
         going = []
         for index, row in enumerate(self.active):
             block, request, stats = outcome.blocks[index], self.requests[row], self.stats[row]
-            if min(block) < 0:
-                raise ValueError(
-                    f"row {row}: the processors (or NaN logits) leave no token after "
-                    f"{len(self.stops[row].new_ids)} new ones; loosen the bad words, forced tokens or penalties"
-                )
+            real_token(min(block), row)
             emitted, reason = self.stops[row].push(block)
             accepted = min(len(block) - 1, len(emitted))
             if stats.target_passes:  # every block but the prefill's: the accepted drafts, then the bonus

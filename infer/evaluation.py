@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +29,7 @@ from infer.audit import Chooser, replay
 from infer.baseline import decode_plain
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.library import Decoded, generate_batch, library_attention, timed
+from infer.machine import commit_id, machine_name
 from infer.prefill import check_request
 from infer.prompts import Prompt
 from infer.report import (
@@ -137,7 +136,7 @@ class EvalRequest:
             "exact_clock": self.options.exact_clock,
             "compiled": self.options.compiled,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "hardware": hardware_name(target.device),
+            "hardware": machine_name(target.device),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -148,32 +147,6 @@ class EvalRequest:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def hardware_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's and its cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_cpu_model() or platform.machine() + ' CPU'}, {os.cpu_count()} cores"
-
-
-def _cpu_model() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
-def commit_id() -> str | None:
-    """The checkout's commit, with "+changes" if it differs; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
 # ---- the run -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from heads.target import TargetAdapter
 from infer.engine import RowRequest, RowResult
+from infer.machine import wait
 from infer.metrics import DecodeStats
 from infer.stopping import RowStop, StopRule
 
@@ -69,16 +70,11 @@ def _count(prompt_ids: Sequence[int], new_ids: Sequence[int], prefill: float, re
 
 def timed(target: TargetAdapter, work: Callable[[], _T]) -> tuple[float, _T]:
     """Seconds of wall clock until the device is done, and the result."""
-    _wait(target.device)
+    wait(target.device)
     started = time.perf_counter()
     result = work()
-    _wait(target.device)
+    wait(target.device)
     return time.perf_counter() - started, result
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---- a baseline --------------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def generate_batch(
     stamps: list[float] = []
 
     def stamp() -> None:
-        _wait(device)
+        wait(device)
         stamps.append(time.perf_counter())
 
     def generate() -> list[list[int]]:

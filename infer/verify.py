@@ -54,7 +54,7 @@ class Verdict:
         Raises ValueError where a row has no bonus.
         """
         packed = torch.cat([self.accepted_B[:, None], self.bonus_B[:, None], self.path_BA], dim=1).tolist()
-        return [(row[2 : 3 + row[0]], _real(row[1], index)) for index, row in enumerate(packed)]
+        return [(row[2 : 3 + row[0]], real_token(row[1], index)) for index, row in enumerate(packed)]
 
     def host_blocks(self, tree: DraftTree) -> list[tuple[list[int], list[int]]]:
         """(path without padding, emitted tokens with the bonus last) per row, in one transfer: one host sync.
@@ -66,11 +66,12 @@ class Verdict:
         blocks = []
         for index, (accepted, bonus, *rest) in enumerate(torch.cat(columns, dim=1).tolist()):
             path, tokens = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-            blocks.append((path[: accepted + 1], [*tokens[1 : accepted + 1], _real(bonus, index)]))
+            blocks.append((path[: accepted + 1], [*tokens[1 : accepted + 1], real_token(bonus, index)]))
         return blocks
 
 
-def _real(bonus: int, row: int) -> int:
+def real_token(bonus: int, row: int) -> int:
+    """The token as it is. Raises ValueError where there is none (-1)."""
     if bonus < 0:
         raise ValueError(
             f"row {row} of the batch has no next token: the target's processed scores are all -inf or NaN, expected "

@@ -14,7 +14,12 @@ from infer.probe import require_tree
 from infer.stopping import StopRule
 from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: scripts/gpu_check.sh runs these where there is one"
+    ),
+]
 PROMPTS = [prompt_ids(length, seed=length) for length in (7, 1, 12)]
 POLICY = TreePolicy(width=3, depth=3, total=8)
 
