@@ -9,8 +9,8 @@ p is the target, q the draft. "Feature" is the target's hidden state after its f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from heads.config import HeadConfig
 from heads.losses import best_token
+from heads.static import StaticTree
 from heads.target import TargetAdapter
-from heads.tree import DraftTree
+from heads.tree import DraftTree, Proposal
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,21 @@ class Needs:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Weights of the training loss; see `heads.losses`."""
+    """Weights of the training loss; see `heads.losses`. Step k counts step_decay ** k."""
 
     feature_weight: float
     token_weight: float
     step_decay: float
+    hard_weight: float = 0.0
 
 
 @dataclass(frozen=True)
 class HeadBatch:
     """A training batch, every shift already made (`train/batching.py` draws the rows).
 
-    feature_BTH: input feature of root p (with taps, those columns too). token_KBT[k]: the token that step k reads.
-    teacher[k], [B, T, H]: the target's feature where step k's prediction is checked. weight_KBT[k]: bool, supervised.
+    feature_BTH: input feature of root p (with taps, those columns too). token_KBT[k]: the token that step k reads; it
+    has K + 1 entries, and entry k + 1 is what the text has where step k predicts. teacher[k], [B, T, H]: the target's
+    feature where step k's prediction is checked. weight_KBT[k]: bool, supervised.
     valid_BT: not padding. noise_BTH: added to the input features, or None.
     """
 
@@ -72,16 +75,53 @@ class HeadOutput:
     counts: dict[str, Tensor] = field(default_factory=dict)
 
 
+class StepCounts:
+    """Named sums of an evaluation: what agrees with the target, step by step.
+
+    For every step k: positions, match (its first proposal is the target's argmax), tried (supervised, and all steps
+    before agreed), prefix (it agreed, too), and the summed losses.
+    """
+
+    def __init__(self, weight_KBT: Tensor) -> None:
+        self.named: dict[str, Tensor] = {}
+        self._weight_KBT = weight_KBT
+        self._prefix_BT = weight_KBT[0]  # roots whose steps so far all agree with the target
+
+    def add(self, step: int, match_R: Tensor, feature_loss: Tensor, token_loss: Tensor) -> None:
+        """match_R: of the supervised roots in the batch's order. Steps come in order."""
+        weight_BT = self._weight_KBT[step]
+        hit_BT = torch.zeros_like(weight_BT)
+        hit_BT[weight_BT] = match_R
+        tried = (self._prefix_BT & weight_BT).sum()
+        self._prefix_BT = self._prefix_BT & hit_BT
+        self.named |= {
+            f"tried/{step}": tried,
+            f"feature_loss/{step}": feature_loss,
+            f"token_loss/{step}": token_loss,
+            f"positions/{step}": weight_BT.sum(),
+            f"match/{step}": match_R.sum(),
+            f"prefix/{step}": self._prefix_BT.sum(),
+        }
+
+
+def candidates(width: int, depth: int) -> int:
+    """Nodes that a dynamic tree can have at most, root included: every level expands `width` nodes."""
+    return 1 + width + (depth - 1) * width * width
+
+
 @dataclass(frozen=True)
 class TreePolicy:
     """Shape of a draft tree: `width` children kept per level, `depth` levels, `total` nodes with the root.
 
-    A chain is width 1 (total is then depth + 1).
+    A chain is width 1 (total is then depth + 1). Which nodes are drafted is decided anew for every tree, by the draft's
+    own scores (EAGLE-2). With `static` they are always that tree's, without its levels beyond `depth`, and the other
+    numbers follow from it; make such a policy with `TreePolicy.of`.
     """
 
     width: int = 6
     depth: int = 4
     total: int = 16
+    static: StaticTree | None = None
 
     def __post_init__(self) -> None:
         for name, least, option in (("width", 1, "width"), ("depth", 1, "depth"), ("total", 2, "nodes")):
@@ -89,6 +129,31 @@ class TreePolicy:
                 raise ValueError(
                     f"tree {name} is {getattr(self, name)}, expected {least} or more: change --tree-{option}"
                 )
+        if self.static is not None:
+            static = self.static.cut(self.depth)
+            own = {"width": static.width, "depth": static.depth, "total": static.nodes, "static": static}
+            for name, value in own.items():
+                object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, static: StaticTree) -> TreePolicy:
+        return cls(static.width, static.depth, static.nodes, static)
+
+    @property
+    def proposals(self) -> tuple[Proposal, ...]:
+        """How its children may be chosen: those of a static tree are the likeliest."""
+        return ("top_k", "sampled") if self.static is None else ("top_k",)
+
+    @property
+    def drafted_slots(self) -> int:
+        """How many drafted nodes a head expands at most for one tree."""
+        return self.width * (self.depth - 1) if self.static is None else self.static.expanded
+
+    def limited(self, depth: int | None) -> TreePolicy:
+        """No deeper than that (None: as it is), with no more nodes than then fit."""
+        if depth is None or self.depth <= depth:
+            return self
+        return replace(self, depth=depth, total=min(self.total, candidates(self.width, depth)))
 
 
 # Draws children for nodes of a tree: (draft logits [B, F, Vd], path tokens [B, F, D] below the root, children K)
@@ -102,10 +167,13 @@ class DraftHead(nn.Module, ABC):
     Decoding keeps a state per batch of generations: `start` makes it, `commit` feeds it true target features of
     decided tokens, `draft` proposes a tree per row below its last decided token without changing what is committed.
     Rows may commit different numbers of tokens; a row's drafts do not depend on the others.
+
+    proposals: how the children in its trees may be chosen; see `DraftTree`.
     """
 
     config: HeadConfig
     needs: Needs
+    proposals: tuple[Proposal, ...] = ("top_k", "sampled")
     draft_token_ids: Tensor
 
     def __init__(self, config: HeadConfig) -> None:
@@ -152,10 +220,26 @@ class DraftHead(nn.Module, ABC):
         assert self._bound, "bind(target) comes first"
         return self._bound[0]
 
-    def best_draft(self, feature_RH: Tensor) -> Tensor:
-        """Target id of the draft's first proposal per position, [R]."""
-        best = best_token(feature_RH, self.draft_logits)
+    @property
+    def max_depth(self) -> int | None:
+        """How many tokens the head drafts one after the other at most; None: any number."""
+        return None
+
+    def step_logits(self, step: int, output: Tensor) -> Tensor:
+        """Logits over the draft vocabulary of the output of training step `step`."""
+        return self.draft_logits(output)
+
+    def best_draft(self, output_RH: Tensor, step: int = 0) -> Tensor:
+        """Target id of the first proposal per position, [R], from outputs of training step `step`."""
+        best = best_token(output_RH, lambda x: self.step_logits(step, x))
         return best if self.draft_ids is None else self.draft_ids[best]
+
+    def init_from_target(self) -> None:
+        """Copies what a new head takes over from the bound target. Raises ValueError where that cannot be had."""
+
+    def unroll(self, batch: HeadBatch) -> Iterator[Tensor]:
+        """Output of every training step, [B, T, H] each, for `step_logits`; step k reads true tokens up to its own."""
+        raise TypeError(f"{type(self).__name__} drafts without training, so it has no training steps")
 
     @abstractmethod
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:

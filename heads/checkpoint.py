@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from heads.config import HeadConfig
 from heads.registry import build_head
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ADAPTER = "adapter"  # directory in a head's own, if it was trained together with a LoRA in the target
 
 
 def save_head(
@@ -24,12 +26,14 @@ def save_head(
     folder: str | os.PathLike[str],
     files: dict[str, str] | None = None,
     dtype: torch.dtype | None = None,
+    write: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes the head to `folder`, whole or not at all (temporary name, then rename), replacing a head there.
 
     Args:
         files: further text files by name (run.yaml, provenance.json, ...).
         dtype: of the stored weights; default: as they are.
+        write: adds what else belongs in the folder.
 
     Raises:
         ValueError: `folder` exists and is not a head of ours.
@@ -47,12 +51,19 @@ def save_head(
     (tmp / CONFIG).write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")
     for name, text in (files or {}).items():
         (tmp / name).write_text(text)
+    if write is not None:
+        write(tmp)
+    replace_folder(tmp, out)
+    return out
+
+
+def replace_folder(tmp: Path, out: Path) -> None:
+    """Moves `tmp` to `out`, in place of what is there; `recover` clears what a kill leaves of it."""
     old = out.with_name(f"{out.name}.old-{os.getpid()}")
     if out.exists():
         out.rename(old)
     tmp.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-    return out
 
 
 def recover(out: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -30,6 +31,11 @@ class HeadConfig:
     hidden_act: str = "silu"
     draft_vocab_size: int | None = None  # proposals are limited to that many frequent tokens
     embedding_scale: float = 1.0  # embeddings are multiplied by this before they meet the features
+    num_draft_heads: int | None = None  # Medusa, Hydra: tokens drafted side by side
+    num_blocks: int | None = None  # Medusa, Hydra: residual blocks of each of them
+    own_projection: bool = False  # Medusa, Hydra: an LM head per head instead of the target's
+    target_adapter: str | None = None  # hub id or directory (also one inside the head's own) that the target carried
+    trained_with_target: bool = False  # Medusa-2: that adapter was trained together with the head
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -42,12 +48,17 @@ class HeadConfig:
         revision: str | None = None,
         draft_vocab_size: int | None = None,
         embedding_scale: float = 1.0,
+        options: Mapping[str, Any] | None = None,
     ) -> HeadConfig:
         """From a transformers (text) config, whatever its attention, positions and norms are.
 
         The head is always a Llama-style layer: full attention, rotary positions over the whole head dimension, and
         heads as many as the target's.
+
+        Args:
+            options: those of the kind (`heads.kinds`), by name.
         """
+        options = options or {}
         # The features' width: what the LM head reads, which a model may project its hidden states to (OPT).
         width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
         heads = config.num_attention_heads
@@ -71,6 +82,9 @@ class HeadConfig:
             max_position_embeddings=_first(config, "max_position_embeddings", "n_positions", "max_seq_len") or 2048,
             draft_vocab_size=draft_vocab_size,
             embedding_scale=embedding_scale,
+            num_draft_heads=options.get("heads"),
+            num_blocks=options.get("blocks"),
+            own_projection=options.get("projection") == "own",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +92,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadConfig:
-        """Strict: unknown and missing fields are errors.
+        """Strict: unknown fields are errors, and missing ones that have no default.
 
         Raises:
             ValueError: naming the field (and its nearest match), or an unsupported format version.
@@ -90,11 +104,11 @@ class HeadConfig:
                 raise ValueError(
                     f"head config: unknown field {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
                 )
-        missing = [name for name in known if name not in data]
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in data]
         if missing:
             raise ValueError(f"head config: missing {', '.join(missing)}; this is not a Draftsmith head")
-        if data["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"head config: format_version {data['format_version']}, expected {FORMAT_VERSION}")
+        if data.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"head config: format_version {data.get('format_version')}, expected {FORMAT_VERSION}")
         return cls(**data)
 
 

@@ -18,10 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy, head_dtype
+from heads.base import (
+    ChildSampler,
+    DraftHead,
+    HeadBatch,
+    HeadOutput,
+    LossSpec,
+    Needs,
+    StepCounts,
+    TreePolicy,
+    head_dtype,
+)
 from heads.cache import visible_slots, write_slots
 from heads.config import HeadConfig
-from heads.growing import grow_sampled_tree, grow_tree
+from heads.growing import grow
 from heads.layers import DecoderLayer, attend, attend_unrolled, rotary
 from heads.losses import best_token, feature_loss_sum, soft_ce_sum
 from heads.tree import DraftTree, additive_mask
@@ -86,8 +96,7 @@ class EagleHead(DraftHead):
 
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
         total = torch.zeros((), device=batch.feature_BTH.device)
-        counts: dict[str, Tensor] = {}
-        prefix = batch.weight_KBT[0]  # roots whose steps so far all agree with the target
+        counts = StepCounts(batch.weight_KBT)
         for k, feature in enumerate(self.unroll(batch)):
             weight = batch.weight_KBT[k]
             mine, theirs = feature[weight], batch.teacher[k][weight]
@@ -96,19 +105,8 @@ class EagleHead(DraftHead):
             total = total + loss.step_decay**k * (loss.feature_weight * feature_sum + loss.token_weight * token_sum)
             if measure:
                 match = self.best_draft(mine) == best_token(theirs, self.target.logits)
-                hit = torch.zeros_like(weight)
-                hit[weight] = match
-                tried = (prefix & weight).sum()
-                prefix = prefix & hit
-                counts |= {
-                    f"tried/{k}": tried,
-                    f"feature_loss/{k}": feature_sum.detach(),
-                    f"token_loss/{k}": token_sum.detach(),
-                    f"positions/{k}": weight.sum(),
-                    f"match/{k}": match.sum(),
-                    f"prefix/{k}": prefix.sum(),
-                }
-        return HeadOutput(total, batch.weight_KBT[0].sum(), counts)
+                counts.add(k, match, feature_sum.detach(), token_sum.detach())
+        return HeadOutput(total, batch.weight_KBT[0].sum(), counts.named)
 
     def fuse(self, token: Tensor, feature: Tensor) -> Tensor:
         """fc([embedding of the next token, feature]): [.., H]."""
@@ -160,11 +158,11 @@ class EagleHead(DraftHead):
         length_B = torch.tensor(state.lengths, device=root_B.device)
         ragged = min(state.lengths) != max(state.lengths)
 
-        def expand(feature_BWH: Tensor, token_BW: Tensor, level: int, seen_BWS: Tensor) -> Tensor:
+        def expand(feature_BWH: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
             # seen_BWS: which drafted slots each node sees; the committed ones are visible to all
-            drafted = seen_BWS.shape[2]
+            drafted, token_BW = seen_BWS.shape[2], path_BWD[:, :, -1]
             x = self.fuse(token_BW, feature_BWH.to(head_dtype(self)))
-            position_BW = (length_B[:, None] + level - 1).expand_as(token_BW)
+            position_BW = (length_B[:, None] + path_BWD.shape[2] - 1).expand_as(token_BW)
             q, keys, values = self.layer.qkv(x, self.rope(x, position_BW))
             self._store(state, keys, values, offset=drafted - token_BW.shape[1])
             end = max(state.lengths) + drafted
@@ -174,9 +172,7 @@ class EagleHead(DraftHead):
                 visible = torch.cat([seen_BWS.new_ones(*seen_BWS.shape[:2], end - drafted), seen_BWS], -1)
             return self._attend(state, x, q, end, additive_mask(visible, x.dtype))
 
-        if sampler is not None:
-            return grow_sampled_tree(root_B, state.last_B1H, policy, expand, self.draft_logits, sampler)
-        return grow_tree(root_B, state.last_B1H, policy, expand, self.draft_logits, self.draft_ids)
+        return grow(root_B, state.last_B1H, policy, expand, self.draft_logits, self.draft_ids, sampler)
 
     def keep_rows(self, state: EagleState, rows: Tensor) -> None:
         state.lengths = [state.lengths[row] for row in rows.tolist()]

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
+from heads.adapter import find_adapter, is_adapter, merge_adapter
 from heads.cache import SlotCache
 from heads.compiled import StaticPasses
 from heads.embedded import resolve_target
@@ -93,6 +94,7 @@ class TargetAdapter:
         name: how the target was named by the user, for provenance.
 
     Attributes:
+        adapter: the peft adapter that `load` merged into the weights, as the user named it; adapter_sha256: its file.
         masks: the mask of every kind of layer (`heads.masks`).
         hidden_size: width of the features, which the LM head reads; taps are `config.hidden_size` wide.
     """
@@ -100,6 +102,8 @@ class TargetAdapter:
     def __init__(self, model: Any, taps: Sequence[int] = (), name: str = "", revision: str | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.name, self.revision = name, revision
+        self.adapter: str | None = None
+        self.adapter_sha256: str | None = None
         self.config = model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.embedding: Any = model.get_input_embeddings()
@@ -137,10 +141,12 @@ class TargetAdapter:
         trust_remote_code: bool = False,
         cache_dir: str | None = None,
         taps: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> TargetAdapter:
         """Loads "embedded", a hub id or a local directory, quantised checkpoints included.
 
         Args:
+            adapter: directory or hub id of a peft adapter, to be merged into the weights (`heads.adapter`).
             device_map: spreads the layers over devices, as transformers does; `device` is then not used.
             quantize: "4bit" or "8bit" makes transformers quantise the weights while loading (bitsandbytes).
 
@@ -149,6 +155,9 @@ class TargetAdapter:
         """
         source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         kwargs: dict[str, Any] = {} if quantize is None else {"quantization_config": _bits(quantize)}
+        files = None if adapter is None else find_adapter(adapter)
+        if is_adapter(path):
+            raise ValueError(f"target.path: {path!r} is an adapter; give its base here, and this as target.adapter")
         try:
             directory = resolve_target(path, cache_dir)
             stored = getattr(AutoConfig.from_pretrained(directory, **source), "quantization_config", None)
@@ -163,13 +172,18 @@ class TargetAdapter:
             )
         except (OSError, ImportError) as error:
             raise ValueError(f"target.path: cannot load {path!r} as a causal LM: {error}") from error
+        if files is not None:  # before the move to a device: the sums of a CPU, the same on every machine
+            model = merge_adapter(model, files, (path, directory))
         if device_map is None:
             model = model.to(device)
             if model.device.type == "cpu":
                 # Weights mapped from the file start at odd addresses; aligned copies make small products 10 % faster.
                 for parameter in model.parameters():
                     parameter.data = parameter.data.clone()
-        return cls(model, taps, name=path, revision=revision)
+        target = cls(model, taps, name=path if adapter is None else f"{path} with {adapter}", revision=revision)
+        if files is not None:
+            target.adapter, target.adapter_sha256 = adapter, files.sha256
+        return target
 
     def tap(self, layers: Sequence[int]) -> None:
         """Reads these layers' outputs with every pass from now on, besides those read already."""
@@ -318,6 +332,10 @@ class TargetAdapter:
     @torch.inference_mode()
     def hidden_states(self, ids_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, T, H], of right-padded rows, without cache or logits."""
+        return self.hidden_states_with_grad(ids_BT, valid_BT)
+
+    def hidden_states_with_grad(self, ids_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """`hidden_states` in the caller's gradient mode: for trainable weights inside the model (LoRA)."""
         length = ids_BT.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=ids_BT.device).tril()
         visible = causal & valid_BT[:, None, :]
@@ -326,7 +344,10 @@ class TargetAdapter:
         masks = self.masks.build(visible, positions, positions, self.dtype)
         self.decoder(input_ids=ids_BT, position_ids=positions, attention_mask=masks, use_cache=False)
         assert self._hidden is not None, "the decoder's hook did not run"
-        return self._hidden
+        hidden = self._hidden
+        if hidden.requires_grad:
+            self._hidden, self._taps = None, {}  # else they would keep the graph alive
+        return hidden
 
     def features(self, ids_BT: Tensor, valid_BT: Tensor, taps: Sequence[int] = ()) -> Tensor:
         """`hidden_states`, then the outputs of these (tapped) layers: [B, T, H * (1 + len(taps))]."""
@@ -339,21 +360,35 @@ class TargetAdapter:
         Models that scale or cap their logits outside the LM head are handled by their config's own fields;
         `check_head_path` proves that this is the model's whole head path.
         """
-        return self._scaled(self.lm_head(hidden.to(self._head_dtype)))
+        return self.scale_logits(self.lm_head(hidden.to(self._head_dtype)))
 
     def logits_of_tokens(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """`logits` for these token ids only, [..., H] to [..., len(token_ids)]; copies their rows of the LM head.
 
-        Where the LM head is quantised or offloaded there are no rows to copy: then all logits are made and selected.
+        Where there are no rows to copy (`lm_head_rows`), all logits are made and selected.
         """
+        rows = self.lm_head_rows(token_ids)
+        if rows is None:
+            return lambda hidden: self.logits(hidden)[..., token_ids]
+        weight, bias = rows
+        return lambda hidden: self.scale_logits(F.linear(hidden.to(weight.dtype), weight, bias))
+
+    def lm_head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """Copies of the LM head's weight [n, H] and bias [n] for these token ids (None: all).
+
+        None where the LM head is quantised or offloaded, or has a live adapter: there are no rows to copy then.
+        """
+        if hasattr(self.lm_head, "base_layer"):  # what peft puts around a module
+            return None
         weight = self.lm_head.weight.detach()
         whole = weight.shape == (self.vocab_size, self.hidden_size) and weight.dtype == self._head_dtype
         if not whole or weight.device != self.head_device:
-            return lambda hidden: self.logits(hidden)[..., token_ids]
-        weight = weight[token_ids]
+            return None
         bias = getattr(self.lm_head, "bias", None)
-        bias = None if bias is None else bias.detach()[token_ids]
-        return lambda hidden: self._scaled(F.linear(hidden.to(weight.dtype), weight, bias))
+        bias = None if bias is None else bias.detach()
+        if token_ids is None:
+            return weight.clone(), None if bias is None else bias.clone()
+        return weight[token_ids], None if bias is None else bias[token_ids]
 
     @property
     def _head_dtype(self) -> torch.dtype:
@@ -361,7 +396,8 @@ class TargetAdapter:
         dtype = self.lm_head.weight.dtype
         return dtype if dtype.is_floating_point and torch.finfo(dtype).bits >= 16 else self.dtype
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What the model does to its logits behind the LM head."""
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere

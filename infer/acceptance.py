@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead, TreePolicy
+from heads.base import DraftHead, TreePolicy, candidates
 from heads.target import TargetAdapter
 from heads.tree import DraftTree
-from infer.costs import CalibrationRequest, Say, candidates
+from infer.costs import CalibrationRequest, Say
 from infer.engine import RowRequest, decode
 from infer.prefill import prefill
 from infer.stopping import StopRule
@@ -77,6 +77,7 @@ def measure_acceptance(
     Raises:
         ValueError: prompts that cannot be decoded, or whose answers all end within `depth` tokens.
     """
+    request = request.limited(head)
     stop = StopRule(target.eos_ids, request.tokens)
     ranks: dict[int, list[list[list[list[int]]]]] = {width: [] for width in request.widths}
     started = time.perf_counter()
@@ -99,7 +100,8 @@ def _draft_everywhere(
     _, feature_1LF = prefill(target, [ids], target.new_cache(len(ids)), head.needs)
     assert feature_1LF is not None, "prefill with `needs` returns features"
     next_1L = torch.tensor([ids[1:]], device=target.head_device)
-    state = head.start(len(ids) + max(request.widths) * request.depth, 1)
+    whole = {w: TreePolicy(w, request.depth, candidates(w, request.depth)) for w in request.widths}
+    state = head.start(len(ids) + max(policy.drafted_slots for policy in whole.values()), 1)
     head.commit(state, feature_1LF[:, : len(prompt)], next_1L[:, : len(prompt)])
     found: dict[int, list[list[list[int]]]] = {width: [] for width in request.widths}
     for place in range(len(text) - request.depth):
@@ -108,8 +110,7 @@ def _draft_everywhere(
             head.commit(state, feature_1LF[:, at - 1 : at], next_1L[:, at - 1 : at])
         root_1 = torch.tensor([ids[at]], device=target.device)
         for width, places in found.items():
-            whole = TreePolicy(width, request.depth, candidates(width, request.depth))
-            places.append(path_ranks(head.draft(state, root_1, whole), ids[at + 1 :], request.depth))
+            places.append(path_ranks(head.draft(state, root_1, whole[width]), ids[at + 1 :], request.depth))
     return found
 
 

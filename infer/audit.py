@@ -173,8 +173,9 @@ def audit(
     """Checks that this target with this head emits what the target alone would; JSON-able, see `format_audit`.
 
     Greedy: every prompt one by one, and all in ragged batches, against plain decoding. Sampled: `draws` texts of up to
-    three tokens at temperature 1 and top-k 4, for each lossless rule, against the enumerated law of a prompt (its last
-    16 tokens). Each sampled check fails a right decoder with a chance of about 1e-4.
+    three tokens at temperature 1 and top-k 4, for each lossless rule that the head and the tree go with, against the
+    enumerated law of a prompt (its last 16 tokens). Each sampled check fails a right decoder with a chance of about
+    1e-4.
 
     "passed" needs a "pass" of every check; "undecided" (half precision only) means that the prompts have a top-k cut
     within the noise, so that the law itself is not sharp: give other prompts.
@@ -183,7 +184,11 @@ def audit(
     """
     if not prompts_ids:
         raise ValueError("got 0 prompts to audit, expected at least 1; give some")
-    policy = policy or TreePolicy()
+    policy = policy or TreePolicy().limited(head.max_depth)
+    rules = [pair for pair in _RULES if pair[1] in head.proposals and pair[1] in policy.proposals]
+    for rule, proposal in _RULES:
+        if (rule, proposal) not in rules:
+            say(f"rule {rule} is left out: this head with this tree has no drafts of proposal {proposal!r}")
     stop = StopRule(target.eos_ids, max_new_tokens)
     plain = []
     for index, ids in enumerate(prompts_ids):
@@ -201,7 +206,7 @@ def audit(
         say(f"{name}: {checks[-1]['verdict']}")
     law = _choose_law(target, prompts_ids, exact)
     generator = torch.Generator().manual_seed(seed)
-    for rule, proposal in _RULES:
+    for rule, proposal in rules:
         seeds = torch.randint(2**31, (draws,), generator=generator).tolist()
         options = DecodeOptions(policy=policy, rule=rule, proposal=proposal)
         counts = _draw(target, head, law, options, seeds)
@@ -211,7 +216,7 @@ def audit(
         MARK: SCHEMA,
         "passed": all(check["verdict"] == "pass" for check in checks),
         "checks": checks,
-        "false_failure_rate": len(_RULES) * P_THRESHOLD,
+        "false_failure_rate": len(rules) * P_THRESHOLD,
         "settings": {
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),

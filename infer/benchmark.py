@@ -30,6 +30,7 @@ from infer.metrics import DecodeStats
 from infer.prompts import encode_prompt, read_prompts, spread
 from infer.report import aligned
 from infer.stopping import StopRule
+from infer.trees import read_tree, tree_beside
 
 TREES = (TreePolicy(1, 4, 5), TreePolicy(4, 3, 8), TreePolicy(6, 4, 16), TreePolicy(8, 5, 32), TreePolicy(10, 6, 60))
 
@@ -142,10 +143,17 @@ def _ways(loaded: Loaded, args: argparse.Namespace, rows: int) -> dict[str, _Way
         ways["plain"] = lambda prompts: [decode_plain(target, prompts[0], stop)[1]]
     else:
         ways["plain"] = ours(DecodeOptions(), False)
-    ways |= {describe(policy): ours(DecodeOptions(policy), True) for policy in TREES}
+    assert head is not None
+    trees = [policy.limited(head.max_depth) for policy in TREES]
+    fitted = tree_beside(args.head)
+    few = trees[1:3]  # also compiled
+    if fitted is not None:
+        trees.append(TreePolicy.of(read_tree(fitted)))
+        few.append(trees[-1])
+    ways |= {describe(policy): ours(DecodeOptions(policy), True) for policy in trees}
     if args.compile and rows == 1:
         ways["plain, compiled"] = ours(DecodeOptions(compiled=True), False)
-        ways |= {f"{describe(p)}, compiled": ours(DecodeOptions(p, compiled=True), True) for p in TREES[1:3]}
+        ways |= {f"{describe(p)}, compiled": ours(DecodeOptions(p, compiled=True), True) for p in few}
     return ways
 
 

@@ -10,20 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.base import TreePolicy
+from heads.base import TreePolicy, candidates
 from infer.acceptance import Acceptance
-from infer.calibration import (
-    MARK,
-    NODES,
-    SCHEMA,
-    Choice,
-    calibrate,
-    check_writable,
-    choose,
-    describe,
-    write_marked,
-)
-from infer.costs import CalibrationRequest, Costs, candidates
+from infer.calibration import CALIBRATION, NODES, Choice, calibrate, choose, describe
+from infer.costs import CalibrationRequest, Costs
 from infer.loading import add_model_options, load_models
 from infer.prompts import counts_by_category, encode_prompt, read_prompts, spread
 
@@ -72,7 +62,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(argv)
     if args.json is not None:
-        check_writable(Path(args.json))  # before minutes of work
+        CALIBRATION.check_writable(Path(args.json))  # before minutes of work
     request = CalibrationRequest(args.head, args.rows, args.context, args.tokens, args.repeats)
     prompts = spread(read_prompts(args.prompts, "--prompts"), args.limit)
     _say(f"{len(prompts)} prompts: {counts_by_category(prompts)}")
@@ -88,7 +78,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         given = list(sys.argv[1:] if argv is None else argv)
         whole = {**found.to_dict(), "choice": choice.to_dict(len(choice.table))}
         whole["command"] = shlex.join(["infer/calibrate.py", *given])
-        write_marked(Path(args.json), {MARK: SCHEMA, **whole})
+        CALIBRATION.write(Path(args.json), whole)
         _say(f"wrote {args.json}")
     print(json.dumps(summary), flush=True)
     return 0

@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
-from heads.base import DraftHead, TreePolicy
+from heads.base import DraftHead, TreePolicy, candidates
 from heads.checkpoint import WEIGHTS
 from heads.embedded import cache_root
 from heads.target import TargetAdapter
 from infer.acceptance import Acceptance, measure_acceptance
-from infer.costs import CalibrationRequest, Costs, Say, candidates, measure_costs
+from infer.costs import CalibrationRequest, Costs, Say, measure_costs
 from infer.machine import library_versions, machine_name
+from infer.marked import MarkedFile
 
 NODES = (4, 8, 12, 16, 24, 32, 48, 64)  # trees to choose from
-MARK, SCHEMA = "draftsmith_calibration", 1  # the key by which we know our own files, and its value
+CALIBRATION = MarkedFile("draftsmith_calibration", 1, "calibration")
 
 # ---- choice ------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,9 @@ def choose(costs: Costs, acceptance: Acceptance, nodes: Sequence[int] = NODES) -
 
 
 def describe(policy: TreePolicy) -> str:
-    """For example "chain of 3" or "width 4, depth 3, 12 nodes"."""
+    """For example "chain of 3", "width 4, depth 3, 12 nodes" or "static, depth 3, 12 nodes"."""
+    if policy.static is not None:
+        return f"static, depth {policy.depth}, {policy.total} nodes"
     if policy.width == 1:
         return f"chain of {policy.depth}"
     return f"width {policy.width}, depth {policy.depth}, {policy.total} nodes"
@@ -118,7 +121,7 @@ class Calibration:
     acceptance: Acceptance
 
     def to_dict(self) -> dict[str, Any]:
-        return {MARK: SCHEMA, **asdict(self)}
+        return asdict(self)
 
 
 def calibrate(
@@ -189,7 +192,7 @@ def load_or_measure(path: Path, key: Mapping[str, Any], measure: Callable[[], Ca
             return stored
         say(f"{path} was measured with other settings ({', '.join(differ)}): measuring anew")
     found = measure()
-    write_marked(path, found.to_dict())
+    CALIBRATION.write(path, found.to_dict())
     say(f"wrote {path}")
     return found
 
@@ -200,35 +203,8 @@ def read_calibration(path: Path) -> Calibration | None:
     Raises:
         ValueError: not a calibration of ours.
     """
-    check_writable(path)
-    data = _marked(path)
-    if data is None or data[MARK] != SCHEMA:
+    CALIBRATION.check_writable(path)
+    data = CALIBRATION.read(path)
+    if data is None or data[CALIBRATION.mark] != CALIBRATION.schema:
         return None
     return Calibration(data["key"], Costs.from_dict(data["costs"]), Acceptance.from_dict(data["acceptance"]))
-
-
-def _marked(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
-    return found if isinstance(found, dict) and MARK in found else None
-
-
-def check_writable(path: Path) -> None:
-    """Raises ValueError if `path` holds something that we did not write."""
-    if path.exists() and _marked(path) is None:
-        raise ValueError(f"{path} exists and is not a Draftsmith calibration, so it is not overwritten; move it")
-
-
-def write_marked(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes JSON that has `MARK` in one step: under a temporary name, then renamed. Raises: see `check_writable`."""
-    assert MARK in data, f"without the key {MARK!r} we would not know the file again"
-    check_writable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # gone already if the rename succeeded

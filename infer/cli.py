@@ -16,7 +16,7 @@ from heads.base import TreePolicy
 from heads.checkpoint import read_config
 from heads.tree import Proposal
 from infer.audit import audit, format_audit
-from infer.calibration import calibrate, choose
+from infer.calibration import calibrate, choose, describe
 from infer.costs import CalibrationRequest
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.evaluation import EvalRequest, evaluate, open_results
@@ -26,6 +26,7 @@ from infer.prompts import Prompt, counts_by_category, encode_messages, encode_pr
 from infer.sampling import build_processors
 from infer.stopping import StopRule
 from infer.streaming import ColourWriter, TextStream, TokenKind
+from infer.trees import read_tree, tree_beside
 from infer.verify import RULES
 
 _LOSSY = "LOSSY: typical acceptance does not follow the target's distribution"
@@ -92,7 +93,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _add_tree(parser: argparse.ArgumentParser) -> None:
     tree = TreePolicy()
     add = parser.add_argument_group("draft tree").add_argument
-    add("--tree", choices=("auto",), help="auto: the best tree, or none, by infer/calibrate.py's measurement")
+    add(
+        "--tree",
+        metavar="auto|FILE|dynamic",
+        help="auto: the best tree, or none, by infer/calibrate.py's measurement; FILE: a tree of scripts/fit_tree.py; "
+        "dynamic: chosen anew for every tree by the draft's scores. Default: tree.json in the head's directory if it "
+        "is there and no other option tells the tree, else dynamic",
+    )
     add("--tree-width", type=int, metavar="N", help=f"nodes kept per level; default: {tree.width}")
     add("--tree-depth", type=int, metavar="N", help=f"levels; default: {tree.depth}")
     add("--tree-nodes", type=int, metavar="N", help=f"all nodes, root included; default: {tree.total}")
@@ -151,8 +158,10 @@ def _parse(argv: Sequence[str] | None) -> _Job:
     tree = {name: value for name, value in given.items() if value is not None}
     if args.chain is not None and tree:
         parser.error("--chain is a tree of width 1: leave out --tree-width, --tree-depth and --tree-nodes")
-    if args.tree and (tree or args.chain is not None or args.plain):
-        parser.error("--tree auto chooses the tree: leave out --tree-*, --chain and --plain")
+    if args.tree and args.plain:
+        parser.error("--plain drafts nothing: leave out --tree")
+    if args.tree not in (None, "dynamic") and (tree or args.chain is not None):
+        parser.error(f"--tree {args.tree} tells the whole tree: leave out --tree-width, -depth, -nodes and --chain")
     if (args.raw or args.ids is not None) and args.system is not None:
         parser.error("--system needs a chat template: leave out --raw and --ids")
     if args.raw and args.chat:
@@ -174,16 +183,32 @@ def _parse(argv: Sequence[str] | None) -> _Job:
         parser.error("--lossy-typical is a rule of its own: leave out --rule")
     if args.chain is not None and args.chain < 1:
         parser.error(f"--chain is {args.chain}, expected 1 or more")
-    policy = TreePolicy(1, args.chain, args.chain + 1) if args.chain is not None else TreePolicy(**tree)
     proposal: Proposal = args.proposal or "top_k"
     rule = args.rule or ("sampled" if proposal == "sampled" else "match")
     rule = "typical_lossy" if args.lossy_typical else rule if args.temperature else "greedy"
-    job = _Job(args, list(sys.argv[1:] if argv is None else argv), policy, rule, proposal)
+    job = _Job(args, list(sys.argv[1:] if argv is None else argv), _policy(args, tree, proposal), rule, proposal)
     # Bad values are told before anything is loaded.
     assert job.options
     StopRule(frozenset(), args.max_new_tokens)
     build_processors(do_sample=args.temperature > 0, **job.sampling(), prompt_length=1)
     return job
+
+
+def _policy(args: argparse.Namespace, shape: dict[str, Any], proposal: Proposal) -> TreePolicy:
+    """The tree that the options tell; without any the one beside the head, if its children are not to be drawn."""
+    if args.tree not in (None, "auto", "dynamic"):
+        return TreePolicy.of(read_tree(args.tree))
+    if args.chain is not None:
+        return TreePolicy(1, args.chain, args.chain + 1)
+    file = tree_beside(args.head)
+    if shape or args.tree or args.plain or file is None:
+        return TreePolicy(**shape)
+    if proposal != "top_k":
+        _say(f"tree: dynamic, since the children of {file} are not drawn")
+        return TreePolicy()
+    policy = TreePolicy.of(read_tree(file))
+    _say(f"tree: {file}, {describe(policy)}")
+    return policy
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -218,7 +243,9 @@ def _load(job: _Job) -> tuple[Loaded, _Job]:
     args = job.args
     started = time.perf_counter()
     loaded = load_models(args, plain=args.plain)
-    if args.tree and loaded.head is not None:
+    if loaded.head is not None and args.tree_depth is None and args.chain is None and job.policy.static is None:
+        job = replace(job, policy=job.policy.limited(loaded.head.max_depth))
+    if args.tree == "auto" and loaded.head is not None:
         request = CalibrationRequest(args.head, rows=args.rows or 1)
         found = calibrate(loaded.target, loaded.head, request, None, _say, args.cache_dir)
         choice = choose(found.costs, found.acceptance)

@@ -5,6 +5,8 @@ A round with a tree of width w, depth d and n nodes, in ms:
     round(w, d, n) = target(n) + commit + first(w) + (d - 1) level(w) + overhead
     plain round    = target(1) + plain overhead
 
+For a static tree the time of its own drafts takes the place of first and level.
+
 Shapes: B rows, L context tokens, N tree nodes, F head features.
 """
 
@@ -14,12 +16,13 @@ import bisect
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from heads.base import DraftHead, TreePolicy
+from heads.base import DraftHead, TreePolicy, candidates
+from heads.static import StaticTree
 from heads.target import TargetAdapter
 from heads.tree import ancestor_mask, tree_positions
 from infer.engine import DecodeOptions, RowRequest, decode
@@ -61,10 +64,9 @@ class CalibrationRequest:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {bound} or more: change --{name}")
         assert self.sizes[0] == 1 and list(self.sizes) == sorted(self.sizes), f"sizes {self.sizes}"
 
-
-def candidates(width: int, depth: int) -> int:
-    """Nodes that a tree can have at most, root included; see `heads.growing.grow_tree`."""
-    return 1 + width + (depth - 1) * width * width
+    def limited(self, head: DraftHead) -> CalibrationRequest:
+        """No deeper than the head drafts."""
+        return self if head.max_depth is None else replace(self, depth=min(self.depth, head.max_depth))
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,14 @@ class Costs:
         share = (nodes - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
         return smooth[right - 1] + share * (smooth[right] - smooth[right - 1])
 
-    def round_ms(self, policy: TreePolicy) -> float:
-        """A round with trees of this shape."""
-        drafting = self.first_ms[policy.width] + (policy.depth - 1) * self.level_ms[policy.width]
-        nodes = min(policy.total, candidates(policy.width, policy.depth))
-        return self.target_at(nodes) + self.commit_ms + drafting + self.overhead_ms
+    def round_ms(self, policy: TreePolicy, draft_ms: float | None = None) -> float:
+        """A round with trees of this shape. draft_ms: of a static tree, as measured (`measure_tree_costs`)."""
+        assert (policy.static is None) == (draft_ms is None), "drafts of a static tree are timed one by one"
+        nodes = policy.total
+        if draft_ms is None:
+            draft_ms = self.first_ms[policy.width] + (policy.depth - 1) * self.level_ms[policy.width]
+            nodes = min(nodes, candidates(policy.width, policy.depth))
+        return self.target_at(nodes) + self.commit_ms + draft_ms + self.overhead_ms
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -136,18 +141,26 @@ def non_decreasing(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in blocks for _ in range(count)]
 
 
-@torch.inference_mode()
 def measure_costs(target: TargetAdapter, head: DraftHead, request: CalibrationRequest, say: Say) -> Costs:
     """Times everything in turn, `repeats` times after an untimed round; what else runs then slows all of it.
 
     Raises:
         ValueError: a context that the target has no room for, in positions or in memory.
     """
-    bench = _Bench(target, head, request)
+    return measure_tree_costs(target, head, request, (), say)[0]
+
+
+@torch.inference_mode()
+def measure_tree_costs(
+    target: TargetAdapter, head: DraftHead, request: CalibrationRequest, trees: Sequence[StaticTree], say: Say
+) -> tuple[Costs, list[float]]:
+    """Like `measure_costs`, and in turn with the rest the ms of a draft of each of these trees."""
+    request = request.limited(head)
+    bench = _Bench(target, head, request, trees)
     ms = _in_turn(bench.tasks(), request.repeats, say)
     deep = bench.depth
-    levels = {w: max(0.0, ms["draft", w, deep] - ms["draft", w, 1]) / (deep - 1) for w in request.widths}
-    return Costs(
+    levels = {w: max(0.0, ms["draft", w, deep] - ms["draft", w, 1]) / max(1, deep - 1) for w in request.widths}
+    costs = Costs(
         target_ms={n: ms["target", n] for n in request.sizes},
         commit_ms=ms["commit",],
         first_ms={w: ms["draft", w, 1] for w in request.widths},
@@ -163,6 +176,7 @@ def measure_costs(target: TargetAdapter, head: DraftHead, request: CalibrationRe
         head=request.head_dir,
         versions=library_versions(),
     )
+    return costs, [ms["static", index] for index in range(len(trees))]
 
 
 _Name = tuple[str | int, ...]
@@ -187,13 +201,21 @@ def _in_turn(tasks: Mapping[_Name, Callable[[], float]], repeats: int, say: Say)
 class _Bench:
     """Random prompts in the caches of target and head, and one task for each cost; a task returns ms."""
 
-    def __init__(self, target: TargetAdapter, head: DraftHead, request: CalibrationRequest) -> None:
+    def __init__(
+        self, target: TargetAdapter, head: DraftHead, request: CalibrationRequest, trees: Sequence[StaticTree]
+    ) -> None:
         self.target, self.head, self.request = target, head, request
         rows, context, largest = request.rows, request.context, request.sizes[-1]
         check_length(target, context + _DECODED, f"--context {context} + {_DECODED} decoded")
         check_memory(target, rows, context + largest, largest, context)
-        self.depth = max(2, min(4, request.depth))  # of the deeper of two timed drafts
+        self.depth = min(4, request.depth)  # of the deeper of two timed drafts
         self.policy = TreePolicy(request.widths[len(request.widths) // 2], self.depth, min(16, largest))
+        self.drafts: dict[_Name, TreePolicy] = {
+            ("draft", width, depth): TreePolicy(width, depth, self.policy.total)
+            for width in request.widths
+            for depth in (1, self.depth)
+        }
+        self.drafts |= {("static", index): TreePolicy.of(tree) for index, tree in enumerate(trees)}
         generator = torch.Generator().manual_seed(0)
         ids_BL = torch.randint(target.vocab_size, (rows, context + 1), generator=generator)
         self.prompts: list[list[int]] = ids_BL[:, :context].tolist()
@@ -202,7 +224,8 @@ class _Bench:
         _, features = prefill(target, self.prompts, self.cache, head.needs)
         assert features is not None, "prefill with `needs` returns features"
         timed = _COMMITTED * (request.repeats + 1)
-        self.state = head.start(context + timed + max(request.widths) * self.depth, rows)
+        drafted = max(policy.drafted_slots for policy in self.drafts.values())
+        self.state = head.start(context + timed + drafted, rows)
         head.commit(self.state, features, self.next_BL)
         self.feature_B2F = features[:, -_COMMITTED:]
 
@@ -210,9 +233,7 @@ class _Bench:
         next_B2 = self.next_BL[:, -_COMMITTED:]
         tasks: dict[_Name, Callable[[], float]] = {("target", n): self._pass(n) for n in self.request.sizes}
         tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2))
-        for width in self.request.widths:
-            for depth in (1, self.depth):
-                tasks["draft", width, depth] = self._draft(TreePolicy(width, depth, self.policy.total))
+        tasks |= {name: self._draft(policy) for name, policy in self.drafts.items()}
         tasks["plain",] = lambda: self._decode(None)
         tasks["drafting",] = lambda: self._decode(self.head)
         return tasks

@@ -142,7 +142,7 @@ def decode(
     for row in rows:
         check_request(target, row.prompt_ids, row.stop, 1 if head is None else options.policy.total)
     if head is not None:
-        _check_head(target, head, options.policy)
+        _check_head(target, head, options)
     with target.static_passes(options.compiled):
         batch = _Batch(target, head, rows, options)
         batch.start()
@@ -152,7 +152,8 @@ def decode(
     return [result for result in batch.results if result is not None]
 
 
-def _check_head(target: TargetAdapter, head: DraftHead, policy: TreePolicy) -> None:
+def _check_head(target: TargetAdapter, head: DraftHead, options: DecodeOptions) -> None:
+    policy, kind = options.policy, head.config.kind
     head.bind(target)  # refuses another width or vocabulary
     weight = next(head.parameters(), None)
     if weight is not None and (weight.dtype != target.dtype or weight.device != target.head_device):
@@ -168,6 +169,22 @@ def _check_head(target: TargetAdapter, head: DraftHead, policy: TreePolicy) -> N
         )
     if policy.width > target.vocab_size:
         raise ValueError(f"tree width is {policy.width}, the vocabulary {target.vocab_size}: lower --tree-width")
+    if head.max_depth is not None and policy.depth > head.max_depth:
+        change = "lower --tree-depth" if policy.static is None else "give a tree that was fitted for this head"
+        raise ValueError(
+            f"tree depth is {policy.depth}, head {kind!r} drafts at most {head.max_depth} tokens: {change}"
+        )
+    if options.proposal not in head.proposals:
+        known = " or ".join(map(repr, head.proposals))
+        raise ValueError(
+            f"proposal is {options.proposal!r}, head {kind!r} knows only {known}: its tokens are not drafted given "
+            "those before them; change --proposal"
+        )
+    if options.proposal not in policy.proposals:
+        raise ValueError(
+            f"proposal is {options.proposal!r}, a static tree drafts the likeliest children: leave out --proposal, or "
+            "give --tree dynamic"
+        )
 
 
 def _repeats(root_B: Tensor, nodes: int) -> DraftTree:
@@ -241,7 +258,7 @@ class _Batch:
         if self.head is not None and features is not None:
             longest = max(self.lengths)
             after = [[*p[1:], token, *[0] * (longest - len(p))] for p, token in zip(prompts, first, strict=True)]
-            self.state = self.head.start(self.slots + self.options.policy.width * self.options.policy.depth, rows)
+            self.state = self.head.start(self.slots + self.options.policy.drafted_slots, rows)
             self.head.commit(self.state, features, torch.tensor(after, device=device), self.lengths)
         self.clock.lap("prefill")
         nothing: list[list[int]] = [[] for _ in first]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer
 
 from heads.base import DraftHead
 from heads.checkpoint import load_head, read_config
+from heads.config import HeadConfig
 from heads.embedded import resolve_target
 from heads.target import TargetAdapter, pick_device
 from infer.probe import require_tree
@@ -35,6 +38,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that `load_models` reads."""
     add = parser.add_argument_group("model").add_argument
     add("--head", metavar="DIR", required=True, help="a head written by training")
+    add(
+        "--adapter",
+        metavar="DIR",
+        help='directory or hub id of a peft adapter that the target carries, or "none"; default: the one the head was '
+        "trained for",
+    )
     add("--target", help='hub id, directory or "embedded"; default: the one the head was trained for')
     add("--cache-dir", metavar="DIR", help="where the embedded target is kept")
     add("--dtype", choices=_DTYPES, default="auto", help="auto: as the target is stored (default)")
@@ -67,6 +76,7 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         trust_remote_code=args.trust_remote_code,
         cache_dir=args.cache_dir,
         taps=() if head is None else head.needs.taps,
+        adapter=_adapter(args.adapter, config, args.head),
     )
     fit = True
     if head is not None:
@@ -85,6 +95,24 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
     except OSError as error:
         raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
     return Loaded(target, head, tokenizer, fit)
+
+
+def _adapter(asked: str | None, config: HeadConfig, folder: str) -> str | None:
+    """The target's adapter: as asked, or the one that the head was trained for, which its own directory may hold."""
+    trained = config.target_adapter
+    if trained is not None and (Path(folder) / trained).is_dir():
+        trained = str(Path(folder) / trained)
+    if asked is None:
+        return trained
+    chosen = None if asked == "none" else asked
+    if chosen != trained:
+        print(
+            f"warning: the head was trained for a target with adapter {trained or 'none'}, and is used with adapter "
+            f"{asked}: output stays that of the target, but fewer drafts may be accepted",
+            file=sys.stderr,
+            flush=True,
+        )
+    return chosen
 
 
 def _device(wanted: str) -> torch.device:

@@ -14,7 +14,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from heads.adapter import check_wrapper, unwrapped
 from heads.base import DraftHead, TreePolicy
 from heads.checkpoint import load_head
 from heads.target import TargetAdapter
@@ -30,6 +31,7 @@ from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.metrics import DecodeStats
 from infer.probe import require_tree
 from infer.stopping import StopReason, StopRule
+from infer.trees import TreeChoice, policy_of
 
 
 @dataclass
@@ -46,7 +48,7 @@ class SpeculateOutput:
 class _Call:
     """What `draft_generate` needs beside `generate`'s own arguments, and the place where it leaves its results."""
 
-    options: DecodeOptions | None = None
+    policy: TreePolicy
     proposal: Proposal = "top_k"
     rule: str | None = None
     seeds: Sequence[int] | None = None
@@ -59,14 +61,21 @@ class _Call:
 def adapter_of(model: Any, taps: Sequence[int] = ()) -> TargetAdapter:
     """The model's adapter, made and probed once per model and kept with it.
 
+    A PeftModel is decoded with whatever adapter is active in it; nothing is merged.
+
     Raises:
         ValueError: the model cannot verify drafted trees, with the reason.
     """
-    adapter: TargetAdapter | None = model.__dict__.get("_draftsmith_adapter")
-    if adapter is None:
-        adapter = TargetAdapter(model, taps, name=getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    inner = unwrapped(model)  # what `PeftModel.generate` hands to `draft_generate`, too
+    if inner is not model and not model.__dict__.get("_draftsmith_checked"):
+        check_wrapper(model, inner)
+        model.__dict__["_draftsmith_checked"] = True
+    adapter: TargetAdapter | None = inner.__dict__.get("_draftsmith_adapter")
+    # The second: peft has put something around the LM head since then.
+    if adapter is None or adapter.lm_head is not inner.get_output_embeddings():
+        adapter = TargetAdapter(inner, taps, name=getattr(inner.config, "_name_or_path", "") or type(inner).__name__)
         require_tree(adapter)
-        model.__dict__["_draftsmith_adapter"] = adapter
+        inner.__dict__["_draftsmith_adapter"] = adapter
     adapter.tap(taps)
     return adapter
 
@@ -77,7 +86,7 @@ def speculate(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    tree: TreePolicy | None = None,
+    tree: TreeChoice = None,
     proposal: Proposal = "top_k",
     rule: str | None = None,
     seeds: Sequence[int] | None = None,
@@ -91,7 +100,8 @@ def speculate(
     Args:
         model: any causal LM of transformers.
         head: a head, or the directory of one.
-        tree: shape of the drafted trees; None: the default.
+        tree: shape of the drafted trees, a `StaticTree`, or a file of `scripts/fit_tree.py`; None: tree.json in the
+            head's directory, else the default shape.
         proposal, rule: see `infer.engine.DecodeOptions`. rule None: "greedy", or with do_sample "match" for likeliest
             children and "sampled" for drawn ones. All but "typical_lossy" give exactly the target's law.
         seeds: one per row; None: drawn from torch's global generator, so that torch.manual_seed decides.
@@ -102,8 +112,11 @@ def speculate(
     Raises:
         ValueError: anything that does not fit, before decoding starts.
     """
+    if generate_kwargs.get("adapter_names") is not None:
+        raise ValueError("adapter_names is given: an adapter per row is not possible; set one with set_adapter")
+    loaded = _loaded(model, head)
     call = _Call(
-        options=DecodeOptions(policy=tree or TreePolicy()),
+        policy=policy_of(tree, loaded, _folder(head), proposal),
         proposal=proposal,
         rule=rule,
         seeds=seeds,
@@ -115,7 +128,7 @@ def speculate(
         input_ids,
         attention_mask=attention_mask,
         custom_generate=draft_generate,
-        draft_head=_loaded(model, head),
+        draft_head=loaded,
         draft_call=call,
         **generate_kwargs,
     )
@@ -130,6 +143,10 @@ def _loaded(model: Any, head: DraftHead | str | os.PathLike[str]) -> DraftHead:
     return loaded.to(device=adapter.head_device, dtype=adapter.dtype).eval()
 
 
+def _folder(head: DraftHead | str | os.PathLike[str]) -> str | os.PathLike[str] | None:
+    return None if isinstance(head, DraftHead) else head
+
+
 def draft_generate(
     model: Any,
     input_ids: Tensor,
@@ -137,7 +154,7 @@ def draft_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     draft_head: DraftHead | str | os.PathLike[str] | None = None,
-    draft_tree: TreePolicy | None = None,
+    draft_tree: TreeChoice = None,
     draft_seeds: Sequence[int] | None = None,
     draft_call: _Call | None = None,
     **model_kwargs: Any,
@@ -153,12 +170,14 @@ def draft_generate(
     Raises:
         ValueError: no head; beams, several returned sequences or guidance (not a decoding of one row per prompt).
     """
+    # A PeftModel that adds to the prompt calls with its inner model, which prepares inputs by a method of the wrapper.
+    unwrapped(getattr(model.prepare_inputs_for_generation, "__self__", model))
     if draft_head is None:
         raise ValueError("draft_head is None, expected a head or the directory of one; pass draft_head=")
     if generation_config.num_beams not in (None, 1):
         raise ValueError(f"num_beams is {generation_config.num_beams}, expected 1: drafts verify single sequences")
-    call = draft_call or _Call(options=DecodeOptions(policy=draft_tree or TreePolicy()), seeds=draft_seeds)
     head = _loaded(model, draft_head)
+    call = draft_call or _Call(policy_of(draft_tree, head, _folder(draft_head), "top_k"), seeds=draft_seeds)
     target = adapter_of(model, head.needs.taps)
     options = _options(call, bool(generation_config.do_sample))
     prompts, prefixes = _unpadded(input_ids, model_kwargs.get("attention_mask"))
@@ -189,13 +208,12 @@ def draft_generate(
 
 
 def _options(call: _Call, do_sample: bool) -> DecodeOptions:
-    assert call.options is not None
     rule = call.rule
     if rule is None:
         rule = ("sampled" if call.proposal == "sampled" else "match") if do_sample else "greedy"
     if (rule == "greedy") == do_sample:
         raise ValueError(f"rule is {rule!r} and do_sample {do_sample}: 'greedy' is the rule without sampling, alone")
-    return replace(call.options, proposal=call.proposal, rule=rule)
+    return DecodeOptions(call.policy, rule, call.proposal)
 
 
 def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:

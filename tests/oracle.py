@@ -1,4 +1,4 @@
-"""A drafter that knows the target's text: right to a chosen depth, wrong beside it."""
+"""Drafters for tests: one that knows the target's text, right to a chosen depth, and one of limited depth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy
 from heads.config import HeadConfig
+from heads.eagle import EagleHead
 from heads.target import TargetAdapter
-from heads.tree import DraftTree, rerank
+from heads.tree import DraftTree, Proposal, rerank
+from tests.tiny import tiny_head
 
 
 @dataclass
@@ -83,3 +85,19 @@ class OracleHead(DraftHead):
                 score.append(best if value not in wrong else -0.5 * level - 0.05)
             above = len(token) - 1
         return torch.tensor([token]), torch.tensor([parent]), torch.tensor([depth]), torch.tensor([score])
+
+
+class LimitedHead(EagleHead):
+    """As Medusa: at most three tokens deep, and nothing that is drawn."""
+
+    proposals: tuple[Proposal, ...] = ("top_k",)
+
+    @property
+    def max_depth(self) -> int:
+        return 3
+
+
+def limited_head(target: TargetAdapter) -> DraftHead:
+    head = tiny_head(target)
+    head.__class__ = LimitedHead
+    return head

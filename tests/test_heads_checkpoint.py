@@ -106,3 +106,8 @@ def test_config_follows_the_target() -> None:
     assert (gpt2.intermediate_size, gpt2.num_key_value_heads, gpt2.rms_norm_eps) == (256, 4, 1e-5)
     with pytest.raises(ValueError, match="missing"):
         HeadConfig.from_dict({"kind": "eagle"})
+    old = mine.to_dict()  # written before these fields were there
+    del old["target_adapter"], old["embedding_scale"]
+    assert HeadConfig.from_dict(old) == mine
+    with pytest.raises(ValueError, match="format_version None"):
+        HeadConfig.from_dict({name: value for name, value in old.items() if name != "format_version"})

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy
 from heads.cache import SlotCache
 from heads.config import HeadConfig
-from heads.growing import grow_sampled_tree, grow_tree
+from heads.growing import grow
 from heads.target import TargetAdapter
 from heads.tree import DraftTree
 from infer import audit as module
@@ -65,15 +65,13 @@ class PairHead(DraftHead):
     def draft(self, state: Any, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None) -> DraftTree:
         first_B1V = self.table_VV[root_B][:, None]
 
-        def expand(feature: Tensor, token_BW: Tensor, level: int, seen: Tensor) -> Tensor:
-            return self.table_VV[token_BW]
+        def expand(output: Tensor, path_BWD: Tensor, seen: Tensor) -> Tensor:
+            return self.table_VV[path_BWD[:, :, -1]]
 
         def same(output: Tensor) -> Tensor:
             return output
 
-        if sampler is None:
-            return grow_tree(root_B, first_B1V, policy, expand, same)
-        return grow_sampled_tree(root_B, first_B1V, policy, expand, same, sampler)
+        return grow(root_B, first_B1V, policy, expand, same, sampler=sampler)
 
 
 def pair(dtype: torch.dtype = torch.float32, eos: int | None = None) -> tuple[TargetAdapter, DraftHead]:

@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy
+from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy, candidates
 from heads.checkpoint import save_head
 from heads.config import HeadConfig
-from heads.growing import grow_tree
+from heads.growing import grow
 from heads.target import TargetAdapter
 from heads.tree import DraftTree, paths
 from infer.acceptance import Acceptance, measure_acceptance, path_ranks
+from infer.benchmark import TREES
 from infer.calibrate import main
-from infer.calibration import MARK, Calibration, calibrate, choose, load_or_measure
-from infer.costs import SIZES, CalibrationRequest, Costs, candidates, measure_costs, non_decreasing
+from infer.calibration import CALIBRATION, Calibration, calibrate, choose, load_or_measure
+from infer.costs import SIZES, CalibrationRequest, Costs, measure_costs, non_decreasing
 from infer.engine import DecodeOptions, RowRequest, decode
 from infer.stopping import StopRule
+from tests.oracle import limited_head
 from tests.tiny import CONFIGS, VOCAB, prompt_ids, tiny_head, tiny_model, tiny_target, tiny_tokenizer
 
 SMALL = CalibrationRequest("head", context=12, tokens=40, repeats=1, sizes=(1, 2, 4, 8, 16))
@@ -79,7 +81,8 @@ class GuessingHead(DraftHead):
         place = len(seen)  # of the root
         assert root_B.tolist() == [text[place]]
 
-        def expand(node_BW2: Tensor, token_BW: Tensor, level: int, seen_BWS: Tensor) -> Tensor:
+        def expand(node_BW2: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
+            token_BW, level = path_BWD[:, :, -1], path_BWD.shape[2]
             noise = (node_BW2[..., 0] * 1009 + token_BW + 1) % 1_000_003
             return torch.stack([noise, node_BW2[..., 1] * (token_BW == text[place + level])], -1)
 
@@ -92,7 +95,7 @@ class GuessingHead(DraftHead):
 
         depths = list(range(1, policy.depth + 1))
         root_112 = torch.tensor([[[float(place), 1.0]]], dtype=torch.float64)
-        return grow_tree(root_B, root_112, policy, expand, logits_of)
+        return grow(root_B, root_112, policy, expand, logits_of)
 
     def _logits(self, noise: int, text: Sequence[int]) -> Tensor:
         return 3.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(noise))
@@ -150,6 +153,20 @@ def test_ranks_tell_what_a_smaller_tree_keeps() -> None:
             }
             small = texts_of(head.draft(state, root_1, TreePolicy(width, levels, nodes)))
             assert kept == set(small) and len(kept) == len(small)
+
+
+def test_a_head_of_limited_depth() -> None:
+    target = tiny_target("llama")
+    head = limited_head(target)
+    acceptance = measure_acceptance(target, head, [prompt_ids(9)], SMALL, quiet)
+    assert acceptance.depth == 3 and acceptance.tau(TreePolicy(1, 3, 4)) >= 1
+    costs = measure_costs(target, head, SMALL, quiet)
+    choice = choose(replace(costs, target_ms=dict.fromkeys(SIZES, 1.0)), acceptance)
+    assert {offer.policy.depth for offer in choice.table} == {1, 2, 3}
+    whole = [one.limited(head.max_depth) for one in TREES]
+    assert [(one.width, one.depth, one.total) for one in whole[:3]] == [(1, 3, 4), (4, 3, 8), (6, 3, 16)]
+    for policy in whole:
+        decode(target, head, [RowRequest(prompt_ids(9), StopRule(frozenset(), 8))], DecodeOptions(policy))
 
 
 def test_answers_too_short_to_measure() -> None:
@@ -302,7 +319,7 @@ def test_a_calibration_is_measured_once(tmp_path: Path) -> None:
     load_or_measure(path, {"threads": "b"}, of("b"), said.append)
     assert measured == ["a", "b"] and "other settings (threads)" in said[-2]
 
-    path.write_text(json.dumps({**json.loads(path.read_text()), MARK: 0}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), CALIBRATION.mark: 0}))
     load_or_measure(path, {"threads": "b"}, of("c"), said.append)
     assert measured[2:] == ["c"] and "another version" in said[-2]
     assert [file.name for file in path.parent.iterdir()] == ["c.json"]

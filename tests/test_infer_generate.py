@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from heads.checkpoint import save_head
+from heads.checkpoint import load_head, save_head
 from heads.config import HeadConfig
 from heads.target import TargetAdapter
 from infer.generate import main
 from infer.prompts import Prompt, encode_messages, encode_prompt, read_prompts, spread
+from tests.adapters import adapted, change_config, save_adapter
 from tests.tiny import CONFIGS, library_greedy, tiny_head, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +87,7 @@ def test_eval(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meta = report["meta"]
     for key in ("hardware", "batch", "sampling", "threads", "torch", "transformers", "commit", "command"):
         assert key in meta
-    assert meta["dtype"] == "float32" and meta["tree"] == {"width": 3, "depth": 4, "total": 16}
+    assert meta["dtype"] == "float32" and meta["tree"] == {"width": 3, "depth": 4, "total": 16, "static": None}
     assert meta["target"] == str(place / "target") and "--limit 3" in meta["command"]
     assert report["divergence"]["prompts"] == 0
     assert sorted(path.name for path in out.parent.iterdir()) == ["report.json"]
@@ -265,6 +267,51 @@ def test_a_head_of_another_target_is_told(place: Path, tmp_path: Path, capsys: p
     save_head(tiny_head(target), tmp_path / "head")
     code = main(["--head", str(tmp_path / "head"), "--target", str(place / "target"), "--prompt", "a"])
     assert code == 1 and "another/target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_the_adapter_that_the_head_was_trained_for(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """It is merged without being asked for, from the head's own directory too; another one, or none, is told."""
+    vocab = len(tiny_tokenizer())
+    folder = save_head(load_head(place / "head"), tmp_path / "head") / "adapter"
+    folder = folder if where == "inside" else tmp_path / "lora"
+    save_adapter(folder, small_model(vocab))
+    change_config(folder, base_model_name_or_path=str(place / "target"))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config["target_adapter"] = "adapter" if where == "inside" else str(folder)
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    ids = encode_prompt(tiny_tokenizer(), Prompt("", "", "Hello"), raw=False)
+    base = library_greedy(small_model(vocab), ids, 12)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    wrapped = adapted(small_model(vocab))
+    carried = wrapped.generate(input_ids=torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
+    assert base != carried
+    for adapter, want, told in (
+        ([], carried, False),
+        (["--adapter", str(folder)], carried, False),
+        (["--adapter", "none"], base, True),
+        (["--adapter", "none", "--plain"], base, True),
+    ):
+        more = ["--head", str(tmp_path / "head"), "--max-new-tokens", "12", "--prompt", "Hello", *adapter]
+        assert main(more) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith(tiny_tokenizer().decode(want, skip_special_tokens=True) + "\n[")
+        lines = [line for line in shown.err.splitlines() if line.startswith("warning:")]
+        assert len(lines) == told and all(f"adapter {folder}, and is used with adapter none" in one for one in lines)
+
+
+def test_an_adapter_for_a_head_of_the_base(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_adapter(tmp_path / "lora", small_model(len(tiny_tokenizer())))
+    assert main(options(place, "--prompt", "Hello", "--adapter", str(tmp_path / "lora"))) == 0
+    shown = capsys.readouterr()
+    assert f"adapter none, and is used with adapter {tmp_path / 'lora'}" in shown.err
+    assert main(options(place, "--prompt", "Hello", "--adapter", "none")) == 0
+    again = capsys.readouterr()
+    assert "warning:" not in again.err and again.out.rpartition("\n[")[0] != shown.out.rpartition("\n[")[0]
+    assert main(options(place, "--prompt", "Hello", "--adapter", str(tmp_path / "nowhere"))) == 1
+    assert "error: target.adapter: " in capsys.readouterr().err
 
 
 def test_a_tokenizer_without_chat_template_needs_raw() -> None:

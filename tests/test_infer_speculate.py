@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from torch import Tensor
 from transformers import StoppingCriteria
 
 from heads.base import TreePolicy
 from heads.checkpoint import save_head
 from infer.speculate import adapter_of, draft_generate, speculate
+from tests.adapters import adapted
 from tests.tiny import CONFIGS, prompt_ids, tiny_head, tiny_model, tiny_target, tiny_tokenizer
 
 LENGTHS = (7, 3, 10)
@@ -178,3 +180,103 @@ def test_refusals(pair: tuple[Any, Any]) -> None:
     holes[2, 4] = 0
     with pytest.raises(ValueError, match="row 2 has holes"):
         speculate(model, head, ids, holes, max_new_tokens=4, do_sample=False)
+
+
+# ---- live adapters of peft ---------------------------------------------------------------------------------
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "lm_head", "embed_tokens"]])
+def test_a_live_adapter_is_decoded_as_it_is(modules: Any) -> None:
+    """Unmerged, through `speculate` and through peft's own `generate`; switched off, and exchanged for another."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules)
+    model: Any = adapted(tiny_model("llama_tied"), config)
+    want, (ids, mask) = peft_reference(model), padded("left")
+    head = tiny_head(adapter_of(model))
+    common = {"attention_mask": mask, "pad_token_id": PAD, **GREEDY}
+    out = speculate(model, head, ids, tree=TREE, **common)
+    assert torch.equal(out.sequences[:, 10:], want) and len(set(out.new_ids[0])) > 5
+    out = model.generate(input_ids=ids, custom_generate=draft_generate, draft_head=head, draft_tree=TREE, **common)
+    assert torch.equal(out[:, 10:], want)
+    assert adapter_of(model) is adapter_of(model.get_base_model())
+    one = speculate(model, head, ids[2:], tree=TREE, pad_token_id=PAD, **GREEDY)
+    assert torch.equal(one.sequences[:, 10:], want[2:])
+    base = reference(tiny_model("llama_tied"), **GREEDY)
+    with model.disable_adapter():
+        assert torch.equal(speculate(model, head, ids, tree=TREE, **common).sequences[:, 10:], base)
+    assert torch.equal(speculate(model, head, ids, tree=TREE, **common).sequences[:, 10:], want)
+    model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["v_proj"]))
+    model.set_adapter("other")  # its B is 0
+    assert torch.equal(speculate(model, head, ids, tree=TREE, **common).sequences[:, 10:], base)
+    assert not torch.equal(base, want)
+
+
+def peft_reference(model: Any) -> Tensor:
+    ids, mask = padded("left")
+    found: Tensor = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=PAD, **GREEDY)
+    return found[:, 10:]
+
+
+def test_an_adapter_that_comes_later_is_followed(pair: tuple[Any, Any]) -> None:
+    """The adapter of ours is kept with the model, which peft then changes in place, its LM head too."""
+    model, head = pair
+    ids, mask = padded("left")
+    common = {"attention_mask": mask, "pad_token_id": PAD, "tree": TREE, **GREEDY}
+    plain = speculate(model, head, ids, **common).sequences[:, 10:]
+    wrapped: Any = adapted(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]))
+    want = peft_reference(wrapped)
+    for whole in (wrapped, model):
+        assert torch.equal(speculate(whole, head, ids, **common).sequences[:, 10:], want)
+    assert adapter_of(model).lm_head is model.lm_head and not torch.equal(plain, want)
+    merged = wrapped.merge_and_unload()
+    assert torch.equal(speculate(merged, head, ids, **common).sequences[:, 10:], want)
+    assert adapter_of(merged).lm_head is merged.lm_head
+
+
+def test_a_draft_vocabulary_follows_an_adapted_lm_head() -> None:
+    """Its rows cannot be copied from the base's weight: drafts would be another model's."""
+    target = adapter_of(adapted(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"])))
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    few = torch.tensor([3, 99, 500])
+    torch.testing.assert_close(target.logits_of_tokens(few)(hidden), target.logits(hidden)[:, few])
+    assert target.vocab_size == 512 and target.hidden_size == 64 and target.lm_head_rows() is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]),
+    ],
+    ids=["prompt", "prefix", "alora"],
+)
+def test_adapters_beside_the_layers_are_refused(pair: tuple[Any, Any], config: Any) -> None:
+    model: Any = adapted(tiny_model("llama"), config)
+    ids, mask = padded("left")
+    common = {"attention_mask": mask, "pad_token_id": PAD, **GREEDY}
+    with pytest.raises(ValueError, match="is not in the layers alone"):
+        speculate(model, pair[1], ids, **common)
+    with pytest.raises(ValueError, match="is not in the layers alone"):
+        model.generate(input_ids=ids, custom_generate=draft_generate, draft_head=pair[1], **common)
+
+
+def test_a_wrapper_that_does_more_is_refused(pair: tuple[Any, Any]) -> None:
+    model: Any = adapted(tiny_model("llama"))
+    whole = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = whole(*args, **kwargs)
+        out.logits = out.logits * 1.01
+        return out
+
+    model.forward = forward
+    with pytest.raises(ValueError, match=r"\(PeftModelForCausalLM\) is not in the layers alone"):
+        adapter_of(model)
+
+
+def test_one_adapter_for_all_rows(pair: tuple[Any, Any]) -> None:
+    model: Any = adapted(tiny_model("llama"))
+    with pytest.raises(ValueError, match="adapter_names is given"):
+        speculate(model, pair[1], *padded("left"), adapter_names=["default"] * 3, **GREEDY)

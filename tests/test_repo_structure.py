@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from train.config import dump_yaml, load_config
+from train.config import load_config
+from train.typed_yaml import dump_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("heads", "infer", "train", "scripts")

@@ -17,12 +17,9 @@ from train.config import (
     RunConfig,
     TargetConfig,
     TrainConfig,
-    dump_yaml,
-    from_dict,
     load_config,
-    parse_yaml,
-    to_dict,
 )
+from train.typed_yaml import dump_yaml, from_dict, parse_yaml, to_dict
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -88,6 +85,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("train.max_steps=0", ["train.max_steps is 0", "positive number, or null"]),
         ("train.mixed_precision=fp16", ["train.mixed_precision is 'fp16'", "'auto', 'no', 'bf16'"]),
         ("target.trust_remote_code=yes", ["target.trust_remote_code is 'yes'", "true or false"]),
+        ("target.adapter=' '", ["target.adapter is ' '", "an adapter, or null"]),
         ("target.revision=1234567", ["target.revision is 1234567", "a string or null", "quotes"]),
         ("data.held_out=1", ["data.held_out is 1.0", "fraction"]),
         ("data.prompt_tokens=768", ["data.prompt_tokens is 768", "data.max_length (768)"]),

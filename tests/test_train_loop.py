@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,72 +15,37 @@ import torch
 from safetensors.torch import load_file
 
 from heads.base import TreePolicy
-from heads.checkpoint import load_head
+from heads.checkpoint import load_head, read_config
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
+from infer.generate import main as generate
 from infer.stopping import StopRule
 from scripts.make_conversations import main as make_conversations
+from tests.adapters import adapted, change_config, save_adapter
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny_run import make_place, metrics_of, run_config, run_entry, same_weights
 from train import loop
-from train.config import RunConfig, from_dict
+from train.config import RunConfig
+from train.conversations import read_rows
 from train.eagle import main
 from train.resume import read_progress
+from train.session import build_accelerator, prepare
+from train.typed_yaml import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with tokenizer, conversations, and a config."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama").save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for i in range(24):
-        letters = torch.randint(97, 123, (40,), generator=generator).tolist()
-        text = "".join(map(chr, letters))
-        turns = [{"role": "user", "content": f"{i} {text[:9]}"}, {"role": "assistant", "content": text}]
-        rows.append({"messages": turns})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return folder
-
-
-def _config(place: Path, out: Path, **train: Any) -> dict[str, Any]:
-    return {
-        "target": {"path": str(place / "target"), "device": "cpu"},
-        "head": {"draft_vocab": 256},
-        "data": {"path": str(place / "rows.jsonl"), "work_dir": str(out / "data"), "held_out": 0.2, "max_length": 200},
-        "loss": {"token_weight": 1.0},
-        "optim": {"lr": 0.003},
-        "train": {
-            "output_dir": str(out / "run"),
-            "max_steps": 12,
-            "tokens_per_batch": 256,
-            "mixed_precision": "no",
-            "log_every": 2,
-            "eval_every": 4,
-            "save_every": 4,
-            "threads": 1,
-            **train,
-        },
-        "eval": {"depth": 3},
-    }
+    return make_place(tmp_path_factory.mktemp("tiny"))
 
 
 def _run(config: dict[str, Any], out: Path, *extra: str) -> int:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "config.yaml"
-    path.write_text(json.dumps(config))  # JSON is YAML
-    return main(["--config", str(path), *extra])
-
-
-def _metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+    return run_entry(main, config, out, *extra)
 
 
 def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(_config(place, tmp_path), tmp_path) == 0
+    assert _run(run_config(place, tmp_path), tmp_path) == 0
     best = tmp_path / "run/best"
     assert {p.name for p in best.iterdir()} == {"config.json", "model.safetensors", "run.yaml", "provenance.json"}
     tensors = load_file(best / "model.safetensors")
@@ -87,7 +53,7 @@ def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: p
     assert tensors["draft_token_ids"].dtype == torch.int64 and len(tensors["draft_token_ids"].unique()) == 256
     record = json.loads((best / "provenance.json").read_text())
     assert record["step"] in (4, 8, 12) and record["evaluation"]["roots"] > 0 and record["packages"]["torch"]
-    lines = _metrics(tmp_path)
+    lines = metrics_of(tmp_path)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
     assert [line["step"] for line in lines if "eval/accept_length" in line] == [4, 8, 12]
@@ -100,14 +66,14 @@ def test_a_run_leaves_a_head_that_decodes(place: Path, tmp_path: Path, capsys: p
     # once more: nothing to do, nothing changed
     before = (best / "model.safetensors").read_bytes()
     capsys.readouterr()
-    assert _run(_config(place, tmp_path), tmp_path) == 0
+    assert _run(run_config(place, tmp_path), tmp_path) == 0
     assert "is finished" in capsys.readouterr().out
     assert (best / "model.safetensors").read_bytes() == before
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_to_thesame_weights(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert _run(_config(place, whole), whole) == 0
+    assert _run(run_config(place, whole), whole) == 0
     real = loop._step
 
     def dies(session: Any, micro: Any, step: int, lr: float, unroll: int) -> Any:
@@ -117,26 +83,21 @@ def test_a_killed_run_goes_on_to_the_same_weights(place: Path, tmp_path: Path, m
 
     monkeypatch.setattr(loop, "_step", dies)
     with pytest.raises(KeyboardInterrupt):
-        _run(_config(place, cut), cut)
+        _run(run_config(place, cut), cut)
     assert read_progress(cut / "run/checkpoints").step == 4  # type: ignore[union-attr]
     monkeypatch.setattr(loop, "_step", real)
-    assert _run(_config(place, cut), cut) == 0
-    assert _same_weights(whole, cut, 12)
-    steps = [line["step"] for line in _metrics(cut) if "loss" in line]
+    assert _run(run_config(place, cut), cut) == 0
+    assert same_weights(whole, cut, 12)
+    steps = [line["step"] for line in metrics_of(cut) if "loss" in line]
     assert steps == [2, 4, 6, 8, 10, 12]
-
-
-def _same_weights(left: Path, right: Path, step: int, tolerance: float = 0.0) -> bool:
-    a, b = (load_file(out / f"run/checkpoints/step-{step:08d}/model.safetensors") for out in (left, right))
-    return all(float((a[name].double() - b[name].double()).abs().max()) <= tolerance for name in a)
 
 
 def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     """Two ranks with one micro-batch each take the same steps as one process with two."""
     one, two = tmp_path / "one", tmp_path / "two"
-    assert _run(_config(place, one, max_steps=4, grad_accumulation=2), one) == 0
+    assert _run(run_config(place, one, max_steps=4, grad_accumulation=2), one) == 0
     two.mkdir()
-    (two / "config.yaml").write_text(json.dumps(_config(place, two, max_steps=4)))
+    (two / "config.yaml").write_text(json.dumps(run_config(place, two, max_steps=4)))
     arguments = ["--config", str(two / "config.yaml")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(ROOT / "train/eagle.py"), *arguments]
@@ -148,9 +109,9 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     assert "2 process(es)" in run.stdout
     # the same sums in another order; Adam's first steps amplify rounding where a gradient is tiny
-    assert _same_weights(one, two, 4, tolerance=2e-3)
-    assert [m["loss"] for m in _metrics(one) if "loss" in m] == pytest.approx(
-        [m["loss"] for m in _metrics(two) if "loss" in m], rel=1e-3
+    assert same_weights(one, two, 4, tolerance=2e-3)
+    assert [m["loss"] for m in metrics_of(one) if "loss" in m] == pytest.approx(
+        [m["loss"] for m in metrics_of(two) if "loss" in m], rel=1e-3
     )
 
 
@@ -158,10 +119,10 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
     """The loss is divided by the global number of supervised roots, so only rounding differs."""
     weights = []
     for name, micro in (("one", [[0, 1, 2, 3]]), ("two", [[0, 1], [2, 3]]), ("four", [[0], [1], [2], [3]])):
-        data = _config(place, tmp_path / name)
+        data = run_config(place, tmp_path / name)
         data["loss"]["noise"] = 0.0
         config = from_dict(RunConfig, data)
-        session = loop._prepare(config, loop._accelerator(config), lambda text: None)
+        session = prepare(config, build_accelerator(config), lambda text: None)
         loss, weight, _, norm = loop._step(session, micro, 0, 1e-3, 2)
         weights.append((loss, weight, norm, [p.detach().clone() for p in session.bare_head.parameters()]))
     for other in weights[1:]:
@@ -174,8 +135,8 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
-    config = from_dict(RunConfig, _config(place, tmp_path))
-    session = loop._prepare(config, loop._accelerator(config), lambda text: None)
+    config = from_dict(RunConfig, run_config(place, tmp_path))
+    session = prepare(config, build_accelerator(config), lambda text: None)
     session.head.train()
     from train.evaluate import evaluate
 
@@ -190,7 +151,6 @@ def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"data": {"max_length": 300}}, "256 positions"),
-        ({"head": {"kind": "eagel"}}, "eagel"),
         ({"head": {"draft_vocab": 5000}}, "head.draft_vocab"),
         ({"data": {"path": "nowhere.jsonl"}}, "nowhere.jsonl"),
         ({"target": {"path": "no/such/model"}}, "no/such/model"),
@@ -199,7 +159,7 @@ def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
 def test_errors_are_one_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
 ) -> None:
-    data = _config(place, tmp_path)
+    data = run_config(place, tmp_path)
     for section, values in change.items():
         data[section] |= values
     assert _run(data, tmp_path) == 1
@@ -213,7 +173,7 @@ def test_a_data_set_without_answers_stops_before_training(
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    data = _config(place, tmp_path)
+    data = run_config(place, tmp_path)
     data["data"]["path"] = str(prompts)
     assert _run(data, tmp_path) == 1
     assert "data.answers" in capsys.readouterr().err
@@ -221,32 +181,76 @@ def test_a_data_set_without_answers_stops_before_training(
 
 
 def test_other_settings_do_not_overwrite_a_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(_config(place, tmp_path), tmp_path) == 0
+    assert _run(run_config(place, tmp_path), tmp_path) == 0
     before = (tmp_path / "run/best/model.safetensors").read_bytes()
-    assert _run(_config(place, tmp_path), tmp_path, "--set", "loss.noise=0.3") == 1
+    assert _run(run_config(place, tmp_path), tmp_path, "--set", "loss.noise=0.3") == 1
     assert "loss.noise" in capsys.readouterr().err
-    assert _run(_config(place, tmp_path), tmp_path, "--set", "data.max_length=190") == 1
+    assert _run(run_config(place, tmp_path), tmp_path, "--set", "data.max_length=190") == 1
     assert "data.max_length" in capsys.readouterr().err
-    assert _run(_config(place, tmp_path, resume="never"), tmp_path) == 1
+    assert _run(run_config(place, tmp_path, resume="never"), tmp_path) == 1
     assert (tmp_path / "run/best/model.safetensors").read_bytes() == before
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine")
-    assert _run(_config(place, tmp_path / "x", output_dir=str(foreign)), tmp_path / "x") == 1
+    assert _run(run_config(place, tmp_path / "x", output_dir=str(foreign)), tmp_path / "x") == 1
     assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
 
 
 def test_a_damaged_feature_shard_is_named(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(_config(place, tmp_path), tmp_path) == 0
+    assert _run(run_config(place, tmp_path), tmp_path) == 0
     shard = tmp_path / "data/features_train/shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert _run(_config(place, tmp_path, max_steps=14), tmp_path) == 1
+    assert _run(run_config(place, tmp_path, max_steps=14), tmp_path) == 1
     assert "shard-00000" in capsys.readouterr().err
+
+
+def test_a_head_for_a_target_with_an_adapter(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Features, loss and decoding are the adapted target's; the head says which, and is decoded with it again."""
+    lora = save_adapter(tmp_path / "lora")
+    change_config(lora, base_model_name_or_path=str(place / "target"))
+    data = run_config(place, tmp_path, max_steps=4)
+    data["target"]["adapter"] = str(lora)
+    assert _run(data, tmp_path) == 0
+    best, features = tmp_path / "run/best", tmp_path / "data/features_train"
+    assert read_config(best).target_adapter == str(lora)
+    record = json.loads((best / "provenance.json").read_text())
+    digest = hashlib.sha256((lora / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert (record["target_adapter"], record["target_adapter_sha256"]) == (str(lora), digest)
+    assert record["packages"]["peft"] and record["data"]["key"]["target.adapter_sha256"] == digest
+    manifest = json.loads((features / "manifest.json").read_text())
+    assert (manifest["adapter"], manifest["adapter_sha256"]) == (str(lora), digest)
+    row = read_rows(tmp_path / "data/rows_train.jsonl")[0]
+    wrapped = adapted(tiny_model("llama"))
+    with torch.inference_mode():
+        hidden = wrapped(torch.tensor([row.input_ids]), output_hidden_states=True).hidden_states[-1][0]
+    stored = load_file(features / "shard-00000.safetensors")["features"][: len(row.input_ids)]
+    torch.testing.assert_close(stored, hidden, atol=1e-3, rtol=1e-3)
+    capsys.readouterr()
+    ids = tiny_tokenizer()("<|user|>1 abc<|end|><|assistant|>")["input_ids"]
+    options = ["--head", str(best), "--max-new-tokens", "16", "--ids", ",".join(map(str, ids))]
+    assert generate(options) == 0
+    shown = capsys.readouterr()
+    out = wrapped.generate(input_ids=torch.tensor([ids]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    want = tiny_tokenizer().decode(out[0, len(ids) :], skip_special_tokens=True)
+    assert shown.out.startswith(want + "\n[accept length") and "warning" not in shown.err
+    # Nothing made with this adapter is taken for the base's, or for another adapter's.
+    assert _run(data, tmp_path, "--set", "target.adapter=null") == 1
+    assert f"target.adapter: there '{lora}', asked None" in capsys.readouterr().err
+    assert _run(data, tmp_path, "--set", "target.adapter=null", "--set", f"train.output_dir={tmp_path / 'other'}") == 1
+    assert "data.work_dir" in capsys.readouterr().err
+    save_adapter(lora, seed=8)
+    assert _run(data, tmp_path, "--set", "train.max_steps=5") == 1
+    assert f"target.adapter_sha256: there '{digest}'" in capsys.readouterr().err
+    # The first run's head is a start for the base's, or for another adapter's.
+    base = run_config(place, tmp_path / "base", max_steps=1)
+    base["head"]["init_from"] = str(best)
+    assert _run(base, tmp_path / "base") == 0
+    assert read_config(tmp_path / "base/run/best").target_adapter is None
 
 
 @pytest.mark.parametrize("launcher", [["-m", "accelerate.commands.launch", "--num_processes", "1"], []])
 def test_real_launcher(place: Path, tmp_path: Path, launcher: list[str]) -> None:
-    (tmp_path / "config.yaml").write_text(json.dumps(_config(place, tmp_path, max_steps=4)))
+    (tmp_path / "config.yaml").write_text(json.dumps(run_config(place, tmp_path, max_steps=4)))
     command = [sys.executable, *launcher, str(ROOT / "train/eagle.py"), "--config", str(tmp_path / "config.yaml")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

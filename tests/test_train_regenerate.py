@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads.adapter import find_adapter
 from infer.baseline import decode_plain
 from infer.stopping import StopRule
+from tests.adapters import adapted, save_adapter
 from tests.tiny import VOCAB, library_greedy, tiny_model, tiny_target, tiny_tokenizer
 from train.answering import Answerer, Wave, is_degenerate, template_parts
 from train.config import DataConfig, TargetConfig
 from train.conversations import Conversation
-from train.regenerate import make_rows
+from train.regenerate import make_rows, wave_key
 
 
 def _prompt(name: str, *texts: str) -> Conversation:
@@ -118,6 +120,36 @@ def test_waves_do_not_depend_on_processes_nor_on_a_kill(target_dir: str, tmp_pat
         path="x", answers="regenerate", work_dir=str(tmp_path / "one"), batch_size=2, top_k=5, max_length=200
     )
     with pytest.raises(ValueError, match="top_k"):
+        make_rows(target, data, prompts, log=lambda text: None)
+
+
+def test_the_targets_adapter_answers_too(target_dir: str, tmp_path: Path) -> None:
+    """In the worker processes; and its name and contents are part of what the answers depend on."""
+    adapter = str(save_adapter(tmp_path / "lora"))
+    prompts = [_prompt(str(i), f"question {i}") for i in range(2)]
+    data = DataConfig(
+        path="x", answers="regenerate", work_dir=str(tmp_path / "data"), batch_size=2, answer_tokens=16,
+        max_length=200, processes=1, greedy_fraction=1.0,
+    )  # fmt: skip
+    target = TargetConfig(path=target_dir, adapter=adapter)
+    rows, _ = make_rows(target, data, prompts, log=lambda text: None)
+    tokenizer, wrapped = tiny_tokenizer(), adapted(tiny_model("llama"))
+    assert rows
+    for row in rows:
+        start, end = row.spans[0]
+        ids = torch.tensor([row.input_ids[:start]])
+        found = wrapped.generate(
+            input_ids=ids, max_new_tokens=16, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+        )
+        answer = found[0, start:].tolist()
+        assert list(row.input_ids[start:end]) == answer
+        assert library_greedy(tiny_model("llama"), list(row.input_ids[:start]), end - start) != answer
+    key = wave_key(target, data, prompts)
+    assert key["adapter"] == adapter and key["adapter_sha256"] == find_adapter(adapter).sha256
+    with pytest.raises(ValueError, match=r"adapter: there .*lora', asked None"):
+        make_rows(TargetConfig(path=target_dir), data, prompts, log=lambda text: None)
+    save_adapter(tmp_path / "lora", seed=4)  # the same place, another adapter
+    with pytest.raises(ValueError, match="adapter_sha256: there"):
         make_rows(target, data, prompts, log=lambda text: None)
 
 

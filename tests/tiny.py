@@ -19,6 +19,7 @@ from transformers import (
 
 from heads.base import DraftHead
 from heads.config import HeadConfig
+from heads.kinds import kind_of
 from heads.registry import build_head
 from heads.target import TargetAdapter
 
@@ -183,9 +184,11 @@ def tiny_target(config: str | PreTrainedConfig, seed: int = 0, taps: tuple[int, 
     return TargetAdapter(tiny_model(config, seed), taps, name=config if isinstance(config, str) else "tiny")
 
 
-def tiny_head(target: TargetAdapter, seed: int = 1, kind: str = "eagle") -> DraftHead:
-    """A head with random weights, bound to the target."""
-    config = HeadConfig.derive(kind, target.config, target.vocab_size, target.name)
+def tiny_head(target: TargetAdapter, seed: int = 1, kind: str = "eagle", **options: Any) -> DraftHead:
+    """A head with random weights, bound to the target. options: those of the kind that are not at their defaults."""
+    config = HeadConfig.derive(
+        kind, target.config, target.vocab_size, target.name, options={**kind_of(kind).options, **options}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = build_head(config)

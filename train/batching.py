@@ -80,7 +80,7 @@ def make_batch(
         noise_BTH = ((uniform * 2 - 1) * noise).to(device, feature.dtype)
     return HeadBatch(
         feature_BTH=read,
-        token_KBT=torch.stack([ids[:, 1 + k : 1 + k + width] for k in range(steps)]).to(device),
+        token_KBT=torch.stack([ids[:, 1 + k : 1 + k + width] for k in range(steps + 1)]).to(device),
         teacher=tuple(feature[:, 1 + k : 1 + k + width, :hidden] for k in range(steps)),
         weight_KBT=weight.to(device),
         valid_BT=valid.to(device),

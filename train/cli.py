@@ -6,11 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from heads.kinds import KINDS, kind_of
 from train.config import RunConfig, load_config
 
 
-def config_from_args(argv: list[str] | None, prog: str, description: str | None) -> RunConfig:
-    """Parses --config and --set. Exits with 2 and one line for a config that is not valid."""
+def config_from_args(argv: list[str] | None, prog: str, description: str | None, entry: str | None = None) -> RunConfig:
+    """Parses --config and --set. Exits with 2 and one line for a config that is not valid.
+
+    entry: the training command that this is; configs of heads that another one trains are refused.
+    """
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument(
@@ -22,7 +26,14 @@ def config_from_args(argv: list[str] | None, prog: str, description: str | None)
     )
     args = parser.parse_args(argv)
     try:
-        return load_config(args.config, args.set)
+        config = load_config(args.config, args.set)
+        wanted = kind_of(config.head.kind).entry
+        if entry is not None and wanted != entry:
+            kinds = ", ".join(name for name, kind in KINDS.items() if kind.entry == entry)
+            raise ValueError(
+                f"{args.config}: head.kind is {config.head.kind!r}, which {wanted} trains; {entry} trains {kinds}"
+            )
+        return config
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -8,16 +8,13 @@ trained again.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-import sys
-import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
-import yaml
+from heads.kinds import kind_of
+from train.typed_yaml import apply_overrides, from_dict, parse_yaml
 
 T = TypeVar("T")
 
@@ -34,6 +31,7 @@ class TargetConfig:
 
     path: str = "embedded"  # "embedded", a hub id, or a local directory
     revision: str | None = None
+    adapter: str | None = None  # hub id or directory of a peft adapter (LoRA ...), merged into the weights
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
@@ -41,21 +39,34 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.path.strip()), "target.path", self.path, '"embedded", a hub id or a directory')
+        _require(
+            self.adapter is None or bool(self.adapter.strip()), "target.adapter", self.adapter, "an adapter, or null"
+        )
         _require(bool(self.device.strip()), "target.device", self.device, '"auto" or a torch device')
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Which draft head, and which tokens it may propose."""
+    """Which draft head, and which tokens it may propose. null: the kind's own default, where it has such an option."""
 
     kind: str = "eagle"
     draft_vocab: int | None = None  # propose only that many frequent tokens; null: the whole vocabulary
+    heads: int | None = None  # Medusa, Hydra: tokens drafted side by side
+    blocks: int | None = None  # Medusa, Hydra: residual blocks of each head
+    projection: Literal["shared", "own"] | None = None  # the target's LM head, or one per head started from its rows
+    init_from: str | None = None  # a trained head of the same form to start from
 
     def __post_init__(self) -> None:
-        _require(bool(self.kind.strip()), "head.kind", self.kind, "the name of a registered head")
+        for name in ("draft_vocab", "heads", "blocks"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"head.{name}", value, "positive, or null")
         _require(
-            self.draft_vocab is None or self.draft_vocab > 0, "head.draft_vocab", self.draft_vocab, "positive, or null"
+            self.init_from is None or bool(self.init_from.strip()), "head.init_from", self.init_from, "a directory"
         )
+
+    def options(self) -> dict[str, Any]:
+        """Those of the kind, by name."""
+        return {name: getattr(self, name) for name in kind_of(self.kind).options}
 
 
 @dataclass(frozen=True)
@@ -108,28 +119,27 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights and shape of the training loss."""
+    """Weights and shape of the training loss. null: the kind's own default, where it has such a setting."""
 
-    feature_weight: float = 1.0  # smooth L1 on hidden states
-    token_weight: float = 0.1  # soft cross-entropy on logits
-    noise: float = 0.1  # half-width of the uniform noise on input features
-    unroll_steps: int = 1  # draft steps trained on the head's own output
-    unroll_from: float = 0.0  # share of the run after which they are; before it, one step (3x faster for 3 steps)
-    step_decay: float = 0.8  # weight of step k is step_decay ** k
+    feature_weight: float | None = None  # smooth L1 on hidden states
+    token_weight: float | None = None  # soft cross-entropy on logits
+    hard_weight: float | None = None  # share of the text's own token in what is learnt; the rest is the target's law
+    noise: float | None = None  # half-width of the uniform noise on input features
+    unroll_steps: int | None = None  # draft steps trained on the head's own output
+    unroll_from: float | None = None  # share of the run after which they are; before it, one step (3x faster for 3)
+    step_decay: float | None = None  # weight of step k is step_decay ** k
 
     def __post_init__(self) -> None:
-        for name in ("feature_weight", "token_weight", "noise"):
+        def check(name: str, ok: Callable[[Any], bool], expected: str) -> None:
             value = getattr(self, name)
-            _require(value >= 0, f"loss.{name}", value, "0 or more")
-        _require(
-            self.feature_weight + self.token_weight > 0,
-            "loss.token_weight",
-            self.token_weight,
-            "above 0 when loss.feature_weight is 0 (else there is no loss)",
-        )
-        _require(self.unroll_steps >= 1, "loss.unroll_steps", self.unroll_steps, "1 or more")
-        _require(0 <= self.unroll_from < 1, "loss.unroll_from", self.unroll_from, "0 or more, below 1")
-        _require(0 < self.step_decay <= 1, "loss.step_decay", self.step_decay, "above 0, at most 1")
+            _require(value is None or ok(value), f"loss.{name}", value, expected)
+
+        for name in ("feature_weight", "token_weight", "noise"):
+            check(name, lambda value: value >= 0, "0 or more")
+        check("hard_weight", lambda value: 0 <= value <= 1, "0 to 1")
+        check("unroll_steps", lambda value: value >= 1, "1 or more")
+        check("unroll_from", lambda value: 0 <= value < 1, "0 or more, below 1")
+        check("step_decay", lambda value: 0 < value <= 1, "above 0, at most 1")
 
 
 @dataclass(frozen=True)
@@ -209,6 +219,27 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class JointConfig:
+    """Medusa-2: a LoRA in the target, trained together with the heads. Output is then not the original target's."""
+
+    start: float | None = None  # share of the run after which both are trained; null: the target stays frozen
+    lr: float = 1e-4  # of the LoRA; the heads keep optim.lr. Both follow the same schedule
+    head_weight: float = 0.2  # of the heads' loss; that of the target, which keeps it near itself, counts 1
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    modules: str = "all-linear"  # or a regular expression of module names
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "head_weight", "rank", "alpha"):
+            value = getattr(self, name)
+            _require(value > 0, f"joint.{name}", value, "a positive number")
+        _require(self.start is None or 0 <= self.start < 1, "joint.start", self.start, "0 or more, below 1, or null")
+        _require(0 <= self.dropout < 1, "joint.dropout", self.dropout, "0 or more, below 1")
+        _require(bool(self.modules.strip()), "joint.modules", self.modules, '"all-linear" or a regular expression')
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run. `train` has no default limit, so it must set one."""
 
@@ -216,225 +247,42 @@ class RunConfig:
     head: HeadOptions = field(default_factory=HeadOptions)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
-
-# --- dictionaries -------------------------------------------------------------------------------------------
-
-_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
-
-
-def _type_name(hint: Any) -> str:
-    """A type as a user would write it: `int or null`, `one of "auto", "no"`, `a list of 2: float, float`."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is type(None):
-        return "null"
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(arg) for arg in args)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(arg) for arg in args)
-    if origin is tuple:
-        if len(args) == 2 and args[1] is Ellipsis:
-            return f"a list of {_type_name(args[0])}"
-        return f"a list of {len(args)}: " + ", ".join(_type_name(arg) for arg in args)
-    if dataclasses.is_dataclass(hint):
-        return "a section (key: value pairs)"
-    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
+    def __post_init__(self) -> None:
+        kind = kind_of(self.head.kind)
+        fixed = ("kind", "draft_vocab", "init_from")  # every head has these
+        object.__setattr__(self, "head", _with_defaults(self.head, "head", kind.options, self.head.kind, fixed))
+        object.__setattr__(self, "loss", _with_defaults(self.loss, "loss", kind.loss, self.head.kind))
+        _require(
+            bool(self.loss.feature_weight or self.loss.token_weight),
+            "loss.token_weight",
+            self.loss.token_weight,
+            "above 0 when no other loss is on",
+        )
+        _require(
+            self.joint.start is None or kind.joint,
+            "joint.start",
+            self.joint.start,
+            f"null: heads of kind {self.head.kind!r} are not trained together with the target",
+        )
 
 
-def _mismatch(path: str, value: object, hint: Any) -> ValueError:
-    extra = ""
-    if str in (hint, *get_args(hint)) and isinstance(value, (int, float)):
-        extra = ' (put it in quotes to make it a string, in --set inside the value: a.b="1")'
-    return ValueError(
-        f"{path} is {value!r} ({type(value).__name__}), expected {_type_name(hint)}{extra}; change {path}"
-    )
-
-
-def _coerce(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the type `hint`, without guessing: only int to float, "1e-4" to float, and list to tuple."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        inner = [arg for arg in args if arg is not type(None)]
-        assert len(inner) == 1, f"{path}: only Optional unions are supported, not {hint}"
-        if value is None:
-            if len(inner) < len(args):
-                return None
-            raise _mismatch(path, value, hint)
-        try:
-            return _coerce(value, inner[0], path)
-        except ValueError:
-            if get_origin(inner[0]) is None and not dataclasses.is_dataclass(inner[0]):
-                raise _mismatch(path, value, hint) from None  # so that the message says "or null"
-            raise
-    if origin is Literal:
-        if any(value == arg and type(value) is type(arg) for arg in args):
-            return value
-        raise _mismatch(path, value, hint)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise _mismatch(path, value, hint)
-        item_hints = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
-        if len(item_hints) != len(value):
-            raise _mismatch(path, value, hint)
-        pairs = zip(value, item_hints, strict=True)
-        return tuple(_coerce(item, item_hint, f"{path}[{i}]") for i, (item, item_hint) in enumerate(pairs))
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, hint):
-            return value
-        if value is None:  # "optim:" with every line under it commented out
-            value = {}
-        if not isinstance(value, Mapping):
-            raise _mismatch(path, value, hint)
-        return from_dict(hint, value, path)
-    if hint is float:
-        return _coerce_float(value, path)
-    if hint in (int, str, bool):
-        if type(value) is hint:  # exact: True is not an int here
-            return value
-        raise _mismatch(path, value, hint)
-    raise AssertionError(f"{path}: the field type {hint} is not supported")
-
-
-def _coerce_float(value: Any, path: str) -> float:
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value.replace("_", ""))  # PyYAML reads 1e-4 (no dot) as a string
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _mismatch(path, value, float)
-    if not abs(value) <= sys.float_info.max:  # nan, inf, or a whole number beyond both
-        raise _mismatch(path, value, float)
-    return float(value)
-
-
-def _leaf_paths(cls: Any, prefix: str = "") -> list[str]:
-    """Every dotted key under a config class, sections included."""
-    found = []
-    for name, hint in get_type_hints(cls).items():
-        found.append(f"{prefix}{name}")
-        if dataclasses.is_dataclass(hint):
-            found += _leaf_paths(hint, f"{prefix}{name}.")
-    return found
-
-
-def _unknown_key(key: object, cls: Any, path: str) -> ValueError:
-    """Error for a key that `cls` lacks, with the nearest key there, or the same key in another section."""
-    prefix = f"{path}." if path else ""
-    names = [f.name for f in dataclasses.fields(cls)]
-    near = [prefix + name for name in difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)]
-    if not near:
-        elsewhere = [dotted for dotted in _leaf_paths(RunConfig) if dotted.split(".")[-1] == key]
-        deeper = [dotted for dotted in _leaf_paths(cls, prefix) if dotted.split(".")[-1] == key]
-        near = deeper or elsewhere
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(names)}"
-    return ValueError(f"unknown key {prefix}{key}; {hint}")
-
-
-def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
-    """Build the dataclass `cls` from nested mappings, strictly.
-
-    `path` is the dotted prefix used in messages. Raises ValueError for an unknown key (with the nearest
-    match), a wrong type, a missing required field, or a value that the dataclass itself refuses.
-    """
-    assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        if key not in fields:
-            raise _unknown_key(key, cls, path)
-        values[key] = _coerce(value, hints[key], f"{path}.{key}" if path else key)
-    for name, spec in fields.items():
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        if required and name not in values:
-            raise ValueError(f"{path + '.' if path else ''}{name} is missing, expected {_type_name(hints[name])}")
-    return cls(**values)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dicts, lists and scalars: what JSON and YAML can hold. Inverse of `from_dict`."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return value
-
-    result = plain(config)
-    assert isinstance(result, dict), f"{config!r} is not a dataclass instance"
-    return result
-
-
-# --- YAML ---------------------------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2: `no` is a string, `1e-4` a number, `010` and `1:30` strings.
-
-    PyYAML follows YAML 1.1, where `mixed_precision: no` is false and `lr: 1e-4` a string. Repeated keys are
-    errors.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise ValueError(f"line {key_node.start_mark.line + 1}: the key {key_node.value!r} is there twice")
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes exactly what `_Loader` would not read back as a string."""
-
-
-_Loader.yaml_implicit_resolvers, _Dumper.yaml_implicit_resolvers = {}, {}  # drop those of YAML 1.1
-for _tag, _pattern, _first in (
-    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
-    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    ("float", rf"(?=.*[.eE]){_NUMBER.pattern}", list("-+.0123456789")),
-):
-    for _cls in (_Loader, _Dumper):
-        # \Z, not $: a value ending in a newline is not a number
-        _cls.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-
-
-def parse_yaml(text: str) -> Any:
-    """One YAML document as plain Python values. Raises ValueError for malformed YAML."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML: {error}") from error
-
-
-def dump_yaml(config: Any) -> str:
-    """The whole config, defaults included, as YAML that `load_config` reads back to an equal object."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `data` with each `dotted.key=value` set; the value is read as YAML, later ones win.
-
-    Raises ValueError where an item has no `=`, or runs through a key that is not a section.
-    """
-    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
-    for item in overrides:
-        dotted, equals, text = item.partition("=")
-        parts = dotted.strip().split(".")
-        if not equals or not all(parts):
-            raise ValueError(f"override {item!r}, expected section.field=value, for example optim.lr=1e-4")
-        node = result
-        for i, part in enumerate(parts[:-1]):
-            if node.get(part) is None:
-                node[part] = {}
-            if not isinstance(node[part], dict):
-                raise ValueError(f"override {item!r}: {'.'.join(parts[: i + 1])} is a value, not a section")
-            node = node[part]
-        node[parts[-1]] = parse_yaml(text)
-    return result
+def _with_defaults(section: T, name: str, defaults: Mapping[str, Any], kind: str, fixed: Sequence[str] = ()) -> T:
+    """The section with the kind's defaults; raises ValueError for a value that the kind has no use for."""
+    assert dataclasses.is_dataclass(section) and not isinstance(section, type)
+    given = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name not in fixed}
+    for key, value in given.items():
+        if value is not None and key not in defaults:
+            known = ", ".join(sorted(defaults)) or "none"
+            raise ValueError(
+                f"{name}.{key} is {value!r}, but head.kind {kind!r} has no such setting (it has: {known}); remove it"
+            )
+    chosen = {key: default for key, default in defaults.items() if given[key] is None}
+    return dataclasses.replace(section, **chosen)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

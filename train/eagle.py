@@ -12,7 +12,7 @@ if __package__ in (None, ""):  # run by path: put the repository root first, dro
 def main(argv: list[str] | None = None) -> int:
     from train.cli import config_from_args, run_or_explain
 
-    config = config_from_args(argv, "accelerate launch train/eagle.py", __doc__)
+    config = config_from_args(argv, "accelerate launch train/eagle.py", __doc__, "train/eagle.py")
 
     def work() -> None:
         from train.loop import train

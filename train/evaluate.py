@@ -55,7 +55,7 @@ def summarise(counts: dict[str, float], steps: int) -> Evaluation:
 def evaluate(
     head: torch.nn.Module,
     rows: Sequence[TokenRow],
-    features: FeatureCache,
+    features: FeatureCache | Sequence[torch.Tensor],
     depth: int,
     tokens_per_batch: int,
     accelerator: Accelerator,

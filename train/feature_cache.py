@@ -74,6 +74,8 @@ def cache_key(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[in
         "schema": 1,
         "target": target.name,
         "revision": target.revision,
+        "adapter": target.adapter,
+        "adapter_sha256": target.adapter_sha256,
         "weights_sample_sha256": weights.hexdigest(),
         "dtype": str(target.dtype),
         "hidden_size": target.hidden_size,
@@ -129,13 +131,24 @@ def build_feature_cache(
     return FeatureCache(out, rows, shards)
 
 
-def _features(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[int]) -> list[Tensor]:
+def padded_rows(rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
+    """ids [B, T], padded on the right with zeros, and what of them is real."""
     width = padded_width(max(len(row.input_ids) for row in rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     valid = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
         ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids)
         valid[i, : len(row.input_ids)] = True
+    return ids, valid
+
+
+def feature_batches(rows: Sequence[TokenRow]) -> list[list[int]]:
+    """The rows that share a pass when their features are cached: in another company a feature can round differently."""
+    return [batch for shard in _plan(rows) for batch in _batches(rows, shard)]
+
+
+def _features(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[int]) -> list[Tensor]:
+    ids, valid = padded_rows(rows)
     hidden = target.features(ids.to(target.device), valid.to(target.device), taps).cpu()
     features = [hidden[i, : len(row.input_ids)].clone() for i, row in enumerate(rows)]
     if not all(bool(torch.isfinite(f).all()) for f in features):

@@ -21,6 +21,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> 
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
 
 
+def add_group(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], lr_scale: float) -> None:
+    """Further parameters, whose learning rate is always `lr_scale` times the others'; they are not decayed."""
+    optimizer.add_param_group({"params": list(parameters), "weight_decay": 0.0, "lr_scale": lr_scale})
+
+
 def learning_rate(progress: float, config: OptimConfig) -> float:
     """Linear warm-up over the first `warmup_ratio` of the run, then a cosine to lr * min_lr_ratio. progress: 0..1."""
     if progress < config.warmup_ratio:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from heads.adapter import adapter_digest
 from heads.embedded import resolve_target
 from heads.target import TargetAdapter
 from infer.prefill import check_length
@@ -66,6 +67,7 @@ def load_target(target: TargetConfig, device: str) -> tuple[TargetAdapter, PreTr
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
         cache_dir=target.cache_dir,
+        adapter=target.adapter,
     )
     return adapter, load_tokenizer(target)
 
@@ -253,6 +255,8 @@ def wave_key(target: TargetConfig, data: DataConfig, conversations: Sequence[Con
         "target": target.path,
         "revision": target.revision,
         "dtype": target.dtype,
+        "adapter": target.adapter,
+        "adapter_sha256": adapter_digest(target.adapter),
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
         "prompts": prompts,
         **{f"data.{name}": getattr(data, name) for name in (*fields, "greedy_fraction", "top_k", "batch_size")},

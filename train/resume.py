@@ -11,8 +11,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from train.config import RunConfig, load_config, to_dict
+from train.config import RunConfig, load_config
 from train.files import differences, write_text
+from train.typed_yaml import to_dict
 
 _STATE = "progress.json"
 RUN_YAML = "run.yaml"
@@ -34,6 +35,7 @@ class Progress:
     best_accept_length: float = 0.0
     best_step: int = -1
     finished: bool = False
+    joint: bool = False  # target and heads are trained together by now
 
 
 def save_state(accelerator: Accelerator, folder: Path, progress: Progress, keep: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from heads.adapter import adapter_digest
 from heads.embedded import resolve_target
 from train.answering import template_parts
 from train.chat_mask import describe_row, encode_all, end_of_turn_ids
@@ -52,7 +53,8 @@ def stage_key(config: RunConfig) -> dict[str, Any]:
     if data.path is None:
         used += ["tokens", "prompt_tokens", "prompt_temperature"]
     key: dict[str, Any] = {"schema": 1}
-    key |= {f"target.{name}": getattr(config.target, name) for name in ("path", "revision", "dtype")}
+    key |= {f"target.{name}": getattr(config.target, name) for name in ("path", "revision", "dtype", "adapter")}
+    key["target.adapter_sha256"] = adapter_digest(config.target.adapter)
     key |= {f"data.{name}": getattr(data, name) for name in used}
     if data.path is not None:
         key["data.sha256"] = hashlib.sha256(_existing(data.path).read_bytes()).hexdigest()
@@ -82,6 +84,21 @@ def read_stage(config: RunConfig) -> Rows | None:
             "choose another data.work_dir or remove it"
         )
     return Rows(read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT), record)
+
+
+def read_held_out(work_dir: str | Path, target: str) -> list[TokenRow]:
+    """The held-out rows of a finished stage for this target, whatever its other settings were.
+
+    Raises:
+        ValueError: no finished stage there, or one of another target.
+    """
+    folder = Path(work_dir)
+    if not (folder / _STAGE).is_file():
+        raise ValueError(f"--data: {folder} holds no {_STAGE}; expected a data.work_dir with finished rows")
+    made_for = json.loads((folder / _STAGE).read_text())["key"]["target.path"]
+    if made_for != target:
+        raise ValueError(f"--data: {folder} holds rows of target {made_for!r}, expected those of {target!r}")
+    return read_rows(folder / _HELD_OUT)
 
 
 def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = print) -> Rows:

@@ -1,0 +1,53 @@
+"""Head kinds by name, and what a training config may ask of each. Imports nothing heavy: config checks use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of head can be asked for, with its defaults; everything else is an error, not ignored.
+
+    entry: the training command. options: fields of `head` beside those of every kind. loss: fields of `loss`.
+    joint: whether the target can be trained together with it (Medusa-2).
+    """
+
+    entry: str
+    options: Mapping[str, Any]
+    loss: Mapping[str, Any]
+    joint: bool = False
+
+
+_MEDUSA = Kind(
+    entry="train/medusa.py",
+    options={"heads": 4, "blocks": 1, "projection": "shared"},
+    loss={"token_weight": 1.0, "hard_weight": 0.0, "step_decay": 0.8},
+    joint=True,
+)
+
+KINDS: dict[str, Kind] = {
+    "eagle": Kind(
+        entry="train/eagle.py",
+        options={},
+        loss={
+            "feature_weight": 1.0,
+            "token_weight": 0.1,
+            "noise": 0.1,
+            "unroll_steps": 1,
+            "unroll_from": 0.0,
+            "step_decay": 0.8,
+        },
+    ),
+    "medusa": _MEDUSA,
+    "hydra": _MEDUSA,
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Raises ValueError for an unknown kind, listing those there are."""
+    if name not in KINDS:
+        raise ValueError(f"head.kind is {name!r}, expected one of {', '.join(sorted(KINDS))}")
+    return KINDS[name]

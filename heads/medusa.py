@@ -1,0 +1,243 @@
+"""Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109): K small heads on the target's last feature.
+
+Head k reads the feature f_p of token p (after the target's final norm) and drafts token p + 2 + k, where token p + 1 is
+the target's own. With M residual blocks:
+
+    x_0 = f_p;   x_m = x_{m-1} + SiLU(W_m x_{m-1} + b_m);   q(token p + 2 + k) = softmax(LMHead(x_M))
+
+All weights and biases start at zero, so that a new head is the identity and its logits are the target's. The LM head is
+the target's own (shared, frozen), or one of each head's own, started from the target's rows. Parameters are named and
+used as in vLLM's layout (`blocks.{k}.layers.{m}`, `lm_heads.{k}`).
+
+Medusa's heads do not know what the others drafted: their distributions are marginals. In Hydra the first block of head
+k also reads the embeddings of the tokens on the way to its own, the target's included:
+
+    x_1 = f_p + SiLU(W_1 [f_p, c e(t_{p+1}), .., c e(t_{p+1+k})] + b_1)
+
+The constant c (`embedding_scale`) is ours; it can be multiplied into W_1. Hydra's published form has a linear map in
+place of the residual f_p, which here is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, StepCounts, TreePolicy
+from heads.config import HeadConfig
+from heads.growing import grow
+from heads.losses import Projection, Teacher, best_token, distil_sums, feature_loss_sum
+from heads.tree import DraftTree, Proposal
+
+_ROWS = 128  # rows of a training batch are padded to a multiple: a CPU's matrix kernels are built anew for every shape
+
+
+@dataclass
+class MedusaState:
+    """What decoding keeps of the decided tokens: the feature of the last one before the root, [B, 1, H]."""
+
+    feature_B1H: Tensor | None = None
+
+
+class Blocks(nn.Module):
+    """The residual blocks of one draft head; the first one reads `inputs` vectors side by side, the feature first."""
+
+    def __init__(self, hidden_size: int, count: int, inputs: int) -> None:
+        super().__init__()
+        widths = [inputs * hidden_size] + [hidden_size] * (count - 1)
+        self.layers = nn.ModuleList([nn.Linear(width, hidden_size) for width in widths])
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, feature: Tensor, others: Sequence[Tensor] = ()) -> Tensor:
+        x, given = feature, torch.cat([feature, *others], -1) if others else feature
+        for layer in self.layers:
+            x = x + F.silu(layer(given))
+            given = x
+        return x
+
+
+class MedusaHead(DraftHead):
+    needs = Needs(features=True)
+    proposals: tuple[Proposal, ...] = ("top_k",)  # marginals: drawn path by path they would not fit together
+    reads_path = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        assert config.num_draft_heads and config.num_blocks, "derived from options of the kind"
+        self.blocks = nn.ModuleList(
+            [
+                Blocks(config.hidden_size, config.num_blocks, k + 2 if self.reads_path else 1)
+                for k in range(config.num_draft_heads)
+            ]
+        )
+        self.lm_heads = nn.ModuleList()
+        if config.own_projection:
+            vocab = config.draft_vocab_size or config.vocab_size
+            for _ in range(config.num_draft_heads):
+                self.lm_heads.append(nn.Linear(config.hidden_size, vocab, bias=False))
+
+    @property
+    def max_depth(self) -> int:
+        assert self.config.num_draft_heads is not None
+        return self.config.num_draft_heads
+
+    def init_from_target(self) -> None:
+        if not self.config.own_projection:
+            return
+        rows = self.target.lm_head_rows(self.draft_ids)
+        if rows is None or rows[1] is not None:
+            raise ValueError(
+                f'head.projection is "own", but the LM head of {self.target.name!r} is quantised, offloaded or has a '
+                'bias, so that there are no rows to start from; use "shared"'
+            )
+        with torch.no_grad():
+            for parameter in self.lm_heads.parameters():
+                parameter.copy_(rows[0])
+
+    def step_logits(self, step: int, output: Tensor) -> Tensor:
+        if not self.config.own_projection:
+            return self.draft_logits(output)
+        return self.target.scale_logits(self.lm_heads[step](output))
+
+    # ---- training ------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: HeadBatch) -> Iterator[Tensor]:
+        """Output of every head at every root, [B, T, H] each."""
+        for k in range(batch.steps):
+            yield self.run(k, batch.feature_BTH, [batch.token_KBT[j] for j in range(k + 1)])
+
+    def run(self, k: int, feature: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """Head k on features [.., H]; `tokens` [..]: t_{p+1} .. t_{p+1+k}, which only Hydra reads."""
+        return self.blocks[k](feature)
+
+    def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.target.embed(token).to(dtype) * self.config.embedding_scale
+
+    def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
+        rows = _Aligned(batch)
+        outputs = [self.run(k, *rows.inputs(k)) for k in range(batch.steps)]
+        teacher = Teacher(rows.teacher_RH, self.draft_logits, self._labels(rows.label_R), loss.hard_weight)
+        projections = [
+            Projection(partial(self.step_logits, k), self._projection_parameters(k)) for k in range(batch.steps)
+        ]
+        sums_K = distil_sums(outputs, rows.weight_KR, teacher, projections)
+        decay_K = sums_K.new_tensor([loss.step_decay**k for k in range(batch.steps)])
+        total = loss.token_weight * (decay_K * sums_K).sum()
+        counts = StepCounts(batch.weight_KBT)
+        if measure:
+            best_R = best_token(rows.teacher_RH, self.target.logits)
+            for k, output_RH in enumerate(outputs):
+                seen_R = rows.weight_KR[k] > 0
+                match = self.best_draft(output_RH[seen_R], k) == best_R[seen_R]
+                feature_sum = feature_loss_sum(output_RH[seen_R], rows.teacher_RH[seen_R])
+                counts.add(k, match, feature_sum.detach(), sums_K[k].detach())
+        return HeadOutput(total, batch.weight_KBT[0].sum(), counts.named)
+
+    def _labels(self, token_R: Tensor) -> Tensor:
+        """Indices in the draft vocabulary, -1 for tokens outside."""
+        ids = self.draft_ids
+        if ids is None:
+            return token_R
+        index_R = torch.searchsorted(ids, token_R).clamp_max(len(ids) - 1)
+        return index_R.where(ids[index_R] == token_R, -1)
+
+    def _projection_parameters(self, k: int) -> tuple[Tensor, ...]:
+        return tuple(self.lm_heads[k].parameters()) if self.config.own_projection else ()
+
+    # ---- decoding ------------------------------------------------------------------------------------------
+
+    def start(self, capacity: int, rows: int = 1) -> MedusaState:
+        return MedusaState()
+
+    @torch.inference_mode()
+    def commit(
+        self, state: MedusaState, feature_BAF: Tensor, next_token_BA: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        rows, count = next_token_BA.shape
+        last_B = torch.tensor([count] * rows if counts is None else list(counts), device=feature_BAF.device) - 1
+        state.feature_B1H = feature_BAF[torch.arange(rows, device=last_B.device), last_B][:, None]
+
+    @torch.inference_mode()
+    def draft(self, state: Any, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None) -> DraftTree:
+        assert state.feature_B1H is not None, "commit comes before draft"
+        assert sampler is None or "sampled" in self.proposals, f"{self.config.kind} heads are not sampled"
+        return self._draft(state.feature_B1H, root_B, policy, sampler)
+
+    def _draft(
+        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None
+    ) -> DraftTree:
+        outputs = [self.run(k, feature_B1H, ()) for k in range(min(policy.depth, self.max_depth))]
+        if self.config.own_projection:
+            logits_BKV = torch.cat([self.step_logits(k, output) for k, output in enumerate(outputs)], 1)
+        else:  # the LM head is read once for all heads
+            logits_BKV = self.draft_logits(torch.cat(outputs, 1))
+
+        def expand(_: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
+            level = path_BWD.shape[2]
+            return logits_BKV[:, level : level + 1]  # whatever the path is
+
+        return grow(root_B, logits_BKV[:, :1], policy, expand, lambda logits: logits, self.draft_ids, sampler)
+
+    def keep_rows(self, state: MedusaState, rows: Tensor) -> None:
+        state.feature_B1H = None if state.feature_B1H is None else state.feature_B1H[rows]
+
+
+class HydraHead(MedusaHead):
+    """Sequentially dependent heads: children are drafted given the path to them."""
+
+    proposals = ("top_k", "sampled")
+    reads_path = True
+
+    def run(self, k: int, feature: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        assert len(tokens) == k + 1, f"head {k} reads {k + 1} tokens, not {len(tokens)}"
+        return self.blocks[k](feature, [self.embed(token, feature.dtype) for token in tokens])
+
+    def _draft(
+        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None
+    ) -> DraftTree:
+        def expand(_: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
+            rows, nodes, level = path_BWD.shape
+            path = [root_B[:, None].expand(rows, nodes), *path_BWD.unbind(2)]
+            return self.step_logits(level, self.run(level, feature_B1H.expand(rows, nodes, -1), path))
+
+        first_B1V = self.step_logits(0, self.run(0, feature_B1H, [root_B[:, None]]))
+        return grow(root_B, first_B1V, policy, expand, lambda logits: logits, self.draft_ids, sampler)
+
+
+class _Aligned:
+    """A batch as R rows, one per teacher position that any head drafts, the same for all heads.
+
+    Column j of the grid [B, T + K - 1] is the teacher's feature f_{j+1}; head k drafts there from root p = j - k. So
+    the teacher's distribution is the same for all heads, and what none of them drafts is left out. Rows that a head
+    does not draft have weight 0; so has the padding at the end.
+    """
+
+    def __init__(self, batch: HeadBatch) -> None:
+        steps, rows, length = batch.weight_KBT.shape
+        self.batch, device = batch, batch.weight_KBT.device
+        weight_KBJ = torch.zeros(steps, rows, length + steps - 1, dtype=torch.bool, device=device)
+        for k in range(steps):
+            weight_KBJ[k, :, k : k + length] = batch.weight_KBT[k]
+        row_R, column_R = weight_KBJ.any(0).nonzero(as_tuple=True)
+        padding = -len(row_R) % _ROWS
+        self.row_R, self.column_R = F.pad(row_R, (0, padding)), F.pad(column_R, (0, padding))
+        wide = torch.promote_types(batch.feature_BTH.dtype, torch.float32)
+        self.weight_KR = F.pad(weight_KBJ[:, row_R, column_R].to(wide), (0, padding))
+        # teacher[k] holds f_{p+1+k}: the first one, then what the last one has beyond it
+        teacher = torch.cat([batch.teacher[0], batch.teacher[-1][:, length - (steps - 1) :]], 1)
+        self.teacher_RH = teacher[self.row_R, self.column_R]
+        label = torch.cat([batch.token_KBT[1], batch.token_KBT[-1][:, length - (steps - 1) :]], 1)
+        self.label_R = label[self.row_R, self.column_R]
+
+    def inputs(self, k: int) -> tuple[Tensor, list[Tensor]]:
+        """Features [R, H] and path tokens [R] (t_{p+1} .. t_{p+1+k}) that head k reads."""
+        root_R = (self.column_R - k).clamp(0, self.batch.weight_KBT.shape[2] - 1)
+        tokens = [self.batch.token_KBT[j][self.row_R, root_R] for j in range(k + 1)]
+        return self.batch.feature_BTH[self.row_R, root_R], tokens
