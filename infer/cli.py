@@ -251,7 +251,7 @@ def _load(job: _Job) -> tuple[Loaded, _Job]:
         choice = choose(found.costs, found.acceptance)
         _say(f"--tree auto: {choice.reason}")
         if choice.policy is None:
-            loaded = Loaded(loaded.target, None, loaded.tokenizer)
+            loaded = replace(loaded, head=None)
         else:
             job = replace(job, policy=choice.policy, break_even=choice.break_even_tau)
     if args.compile:
@@ -393,6 +393,7 @@ def _run_eval(job: _Job) -> int:
         prompt_ids=[encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts],
         head_dir=args.head,
         eval_file=args.eval,
+        changed=loaded.changed,
         settings={"raw": args.raw, "system": args.system, "limit": args.limit, "compile": args.compile},
         argv=job.argv,
         sampling=job.sampling(),

@@ -63,6 +63,7 @@ class EvalRequest:
     processors: a prompt's ids to its processors; None: none. seed: prompt i draws with seed + i.
     plain_compiled: the compiled plain decoder, if there is one. library_kwargs: of `model.generate`, which takes
         nothing from the model's own generation config (default: greedy).
+    changed: that the target is not the original one (`infer.loading.Loaded`); told with every result.
     rows: prompts decoded together. control_prompts: on how many the effect of the passes' width is measured.
     """
 
@@ -83,6 +84,7 @@ class EvalRequest:
     library_kwargs: dict[str, Any] = field(default_factory=dict)
     rows: int = 1
     control_prompts: int = 4
+    changed: str | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -106,7 +108,7 @@ class EvalRequest:
     @property
     def lossy(self) -> str | None:
         if self.options.verifier.lossless:
-            return None
+            return self.changed
         return f"rule {self.options.rule!r} does not follow the target's distribution"
 
     def fingerprint(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,15 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Loaded:
     """A target, the head bound to it (None: decode plainly), the target's tokenizer, and whether it passed the probe.
 
-    A target that did not is decoded by the library.
+    A target that did not is decoded by the library. changed: that the target is not the original one any more, since
+    it was trained together with the head.
     """
 
     target: TargetAdapter
     head: DraftHead | None
     tokenizer: Any
     fit: bool = True
+    changed: str | None = None
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +70,11 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
     path = args.target or config.target
     head = None if plain else load_head(args.head)
     revision = config.target_revision if path == config.target else None
+    adapter = _adapter(args.adapter, config, args.head)
+    changed = None
+    if config.trained_with_target and adapter is not None:
+        changed = _changed_target(args.head)
+        print(changed, file=sys.stderr, flush=True)
     target = TargetAdapter.load(
         path,
         dtype=args.dtype,
@@ -76,7 +84,7 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         trust_remote_code=args.trust_remote_code,
         cache_dir=args.cache_dir,
         taps=() if head is None else head.needs.taps,
-        adapter=_adapter(args.adapter, config, args.head),
+        adapter=adapter,
     )
     fit = True
     if head is not None:
@@ -94,7 +102,7 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         )
     except OSError as error:
         raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
-    return Loaded(target, head, tokenizer, fit)
+    return Loaded(target, head, tokenizer, fit, changed)
 
 
 def _adapter(asked: str | None, config: HeadConfig, folder: str) -> str | None:
@@ -113,6 +121,20 @@ def _adapter(asked: str | None, config: HeadConfig, folder: str) -> str | None:
             flush=True,
         )
     return chosen
+
+
+def _changed_target(folder: str) -> str:
+    """What joint training did to the target, as it measured it (`train/joint.py`)."""
+    told = "target and head were trained together: exact towards the adapted target, not lossless towards the original"
+    try:
+        drift = json.loads((Path(folder) / "provenance.json").read_text())["target_drift"]
+        perplexities = f"{drift['base_perplexity']:.3f} -> {drift['perplexity']:.3f}"
+        return (
+            f"{told} target (held out: KL {drift['kl']:.4f} nats per token, perplexity {perplexities}, another argmax "
+            f"at {drift['argmax_changed']:.1%} of the positions)"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{told} target (how far it moved is not recorded)"
 
 
 def _device(wanted: str) -> torch.device:

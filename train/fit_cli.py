@@ -161,10 +161,11 @@ def _measure(args: argparse.Namespace, target: TargetAdapter, head: DraftHead) -
     config = load_config(run_yaml) if run_yaml.is_file() else None
     data = Path(args.data if args.data is not None or config is None else config.data.work_dir)
     held_out = read_held_out(data, target.name)
-    limit = args.limit if args.limit is not None or config is None else config.eval.max_rows
-    rows = held_out[:limit]
-    folder = _features_folder(data, cache_key(target, rows, head.needs.taps))
-    features = build_feature_cache(target, rows, folder, head.needs.taps, _say)
+    evaluated = 0 if config is None else config.eval.max_rows
+    limit = args.limit or evaluated
+    rows, cached = held_out[:limit], held_out[: max(limit, evaluated)]  # fewer rows than training has need no new cache
+    folder = _features_folder(data, cache_key(target, cached, head.needs.taps))
+    features = build_feature_cache(target, cached, folder, head.needs.taps, _say)
     ranks = measure_ranks(head, rows, features, steps, args.max_rank, _say)
     if not len(ranks.rank_RK):
         raise ValueError(f"--data: the {len(rows)} held-out rows of {data} have no supervised place; give other rows")
