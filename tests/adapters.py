@@ -32,7 +32,7 @@ def save_adapter(folder: Path, model: str | Any = "llama", config: PeftConfig | 
     """The files of `adapted`, as peft writes them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it saves embeddings, too
-        adapted(tiny_model(model) if isinstance(model, str) else model, config, seed).save_pretrained(folder)
+        adapted(tiny_model(model) if isinstance(model, str) else model, config, seed).save_pretrained(str(folder))
     return folder
 
 

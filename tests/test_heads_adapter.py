@@ -182,7 +182,7 @@ def test_an_adapter_of_another_base_is_told(place: Path, tmp_path: Path, capsys:
         change_config(tmp_path / "lora", base_model_name_or_path=made_for)
         TargetAdapter.load(str(place / "base"), adapter=str(tmp_path / "lora"))
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: target.adapter")]
-        assert len(lines) == told and all(made_for in line and str(place / "base") in line for line in lines)
+        assert len(lines) == told and all(str(made_for) in line and str(place / "base") in line for line in lines)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------

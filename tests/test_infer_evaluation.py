@@ -111,7 +111,7 @@ def test_settings_are_echoed(make: Make, run: Any) -> None:
     meta = done.report["meta"]
     expected = {
         "raw": True,
-        "tree": {"width": 3, "depth": 3, "total": 8},
+        "tree": {"width": 3, "depth": 3, "total": 8, "static": None},
         "rule": "greedy",
         "proposal": "top_k",
         "lossy": None,

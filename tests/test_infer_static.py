@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from heads.target import TargetAdapter
 from heads.tree import DraftTree, Proposal
 from infer.audit import audit
 from infer.baseline import decode_plain
+from infer.benchmark import _ways
 from infer.engine import DecodeOptions, RowRequest, decode
 from infer.generate import main
+from infer.loading import Loaded
 from infer.speculate import speculate
 from infer.stopping import StopRule
 from infer.trees import TREE_NAME, policy_of, read_tree, write_tree
@@ -300,6 +303,17 @@ def test_wrong_trees_are_told(
     else:
         assert main(argv) == 1
     assert told in capsys.readouterr().err
+
+
+def test_the_benchmark_has_it_too(place: Path) -> None:
+    args = argparse.Namespace(head=str(place / "head"), tokens=6, compile=False)
+    target = TargetAdapter(tiny_model(type(CONFIGS["llama"]).from_pretrained(place / "target")), name="t")
+    ways = _ways(Loaded(target, limited_head(target), tiny_tokenizer()), args, 1)
+    assert "static, depth 4, 12 nodes" in ways and "width 6, depth 3, 16 nodes" in ways
+    args.head = str(place / "bare")
+    ways = _ways(Loaded(target, limited_head(target), tiny_tokenizer()), args, 1)
+    assert not any("static" in name for name in ways)
+    assert all(way([[5, 9, 77]])[0].new_tokens == 6 for way in ways.values())
 
 
 def test_speculate_takes_trees_and_files(place: Path) -> None:

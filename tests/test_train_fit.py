@@ -26,6 +26,7 @@ from tests.tiny import VOCAB, prompt_ids, tiny_head, tiny_model, tiny_target, ti
 from train.config import RunConfig
 from train.conversations import TokenRow
 from train.feature_cache import build_feature_cache
+from train.fit_cli import _features_folder
 from train.ranks import Ranks, measure_ranks
 from train.resume import RUN_YAML
 from train.stage import prepare_rows
@@ -292,3 +293,14 @@ def test_data_and_file_of_ones_own(place: Path, tmp_path: Path, capsys: pytest.C
     (other / "stage.json").write_text(json.dumps(record))
     assert main(["--head", str(tmp_path / "head"), "--data", str(other), "--limit", "3"]) == 1
     assert "holds rows of target 'another'" in capsys.readouterr().err
+
+
+def test_features_of_another_target_are_kept_apart(tmp_path: Path) -> None:
+    key = {"rows": 4, "target": "t", "adapter": None}
+    usual = tmp_path / "features_held_out_4"
+    assert _features_folder(tmp_path, key) == usual
+    usual.mkdir()
+    (usual / "manifest.json").write_text(json.dumps(key))
+    assert _features_folder(tmp_path, key) == usual
+    others = {_features_folder(tmp_path, key | {"adapter": adapter}) for adapter in ("a", "b", "a")}
+    assert len(others) == 2 and all(one.parent == tmp_path and one != usual for one in others)
