@@ -70,23 +70,24 @@ class MedusaHead(DraftHead):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        assert config.num_draft_heads and config.num_blocks, "derived from options of the kind"
+        heads, blocks = config.num_draft_heads or 0, config.num_blocks or 0
+        for name in ("num_draft_heads", "num_blocks"):
+            if not getattr(config, name):
+                raise ValueError(
+                    f"head config: {name} is {getattr(config, name)!r}, expected 1 or more ({config.kind})"
+                )
         self.blocks = nn.ModuleList(
-            [
-                Blocks(config.hidden_size, config.num_blocks, k + 2 if self.reads_path else 1)
-                for k in range(config.num_draft_heads)
-            ]
+            [Blocks(config.hidden_size, blocks, k + 2 if self.reads_path else 1) for k in range(heads)]
         )
         self.lm_heads = nn.ModuleList()
         if config.own_projection:
             vocab = config.draft_vocab_size or config.vocab_size
-            for _ in range(config.num_draft_heads):
+            for _ in range(heads):
                 self.lm_heads.append(nn.Linear(config.hidden_size, vocab, bias=False))
 
     @property
     def max_depth(self) -> int:
-        assert self.config.num_draft_heads is not None
-        return self.config.num_draft_heads
+        return len(self.blocks)
 
     def init_from_target(self) -> None:
         if not self.config.own_projection:

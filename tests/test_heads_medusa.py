@@ -157,6 +157,13 @@ def test_only_the_head_is_trained_and_the_target_stays_bit_identical(kind: str) 
     assert not any("embed" in name or "lm_head" in name for name in head.state_dict())
 
 
+def test_a_config_without_heads_is_refused() -> None:
+    target = tiny_target("llama")
+    config = HeadConfig.derive("medusa", target.config, target.vocab_size, target.name)
+    with pytest.raises(ValueError, match="num_draft_heads is None"):
+        build_head(config)
+
+
 def test_evaluation_makes_no_gradients() -> None:
     target = tiny_target("llama")
     head = tiny_head(target, kind="medusa", projection="own")

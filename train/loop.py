@@ -53,6 +53,10 @@ def train(config: RunConfig) -> Path:
     _run(session, progress, out)
     log(f"train: best simulated accept length {progress.best_accept_length:.3f} at step {progress.best_step}")
     log(f"train: the best head is in {out / _BEST}, metrics in {out / 'metrics.jsonl'}")
+    # DDP's reducer must not hold the last reference to the process group: it would destroy it under the interpreter's
+    # lock, which a thread of gloo may be waiting for to let go of the last barrier (seen as a hang after the end).
+    del session
+    accelerator.free_memory()
     accelerator.end_training()
     return out / _BEST
 
