@@ -67,7 +67,7 @@ def test_overrides(tmp_path: Path) -> None:
     [
         ("optim.lrr=1", ["unknown key optim.lrr", "did you mean optim.lr?"]),
         ("optimm.lr=1", ["unknown key optimm", "did you mean optim?"]),
-        ("lr=1", ["unknown key lr", "did you mean optim.lr?"]),
+        ("lr=1", ["unknown key lr", "did you mean joint.lr or optim.lr?"]),
         ("max_length=1", ["unknown key max_length", "did you mean data.max_length?"]),
         ("data.zzz=1", ["unknown key data.zzz", "known here: path"]),
         ("optim.lr=fast", ["optim.lr is 'fast' (str)", "expected a number", "change optim.lr"]),
@@ -90,7 +90,12 @@ def test_overrides(tmp_path: Path) -> None:
         ("data.held_out=1", ["data.held_out is 1.0", "fraction"]),
         ("data.prompt_tokens=768", ["data.prompt_tokens is 768", "data.max_length (768)"]),
         ("data.answers=regenerate", ["data.answers is 'regenerate'", "data.path"]),
-        ("loss={feature_weight: 0, token_weight: 0}", ["loss.token_weight is 0.0", "no loss"]),
+        ("loss={feature_weight: 0, token_weight: 0}", ["loss.token_weight is 0.0", "no other loss"]),
+        ("loss.hard_weight=0.5", ["loss.hard_weight is 0.5", "'eagle' has no such setting", "token_weight"]),
+        ("head.blocks=2", ["head.blocks is 2", "'eagle' has no such setting"]),
+        ("head.kind=eagel", ["head.kind is 'eagel'", "eagle, hydra, medusa"]),
+        ("joint.start=0.5", ["joint.start is 0.5", "'eagle' are not trained together"]),
+        ("joint.rank=0", ["joint.rank is 0", "positive"]),
         ("optim.lr={", ["not valid YAML"]),
     ],
 )
