@@ -53,7 +53,7 @@ def test_rows_are_what_each_head_does_alone(place: Path, capsys: pytest.CaptureF
     prompts = [encode_prompt(tokenizer, p, False) for p in read_prompts(str(place / "prompts.jsonl"), "--prompts")]
     for row, kind in zip(found["rows"], (None, "eagle", "medusa"), strict=True):
         head: Any = None if kind is None else tiny_head(target, kind=kind)
-        options = DecodeOptions() if head is None else DecodeOptions(policy_of(None, head, place / kind, "top_k"))
+        options = DecodeOptions() if head is None else DecodeOptions(policy_of(None, head, place / str(kind), "top_k"))
         stop = StopRule(target.eos_ids, 12)
         stats = [decode(target, head, [RowRequest(ids, stop)], options)[0].stats for ids in prompts]
         assert row["passes"] == sum(one.target_passes for one in stats)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from train.config import (
@@ -160,6 +160,8 @@ words = st.one_of(
 )
 
 
+@settings(deadline=None)  # a busy machine is no error
+@example(path="k\x85~\u2028 x\u2029", lr=1.0, beta=0.0, minutes=None, seed=0)
 @given(
     path=words,
     lr=st.floats(min_value=1e-300, max_value=1e300),

@@ -201,6 +201,15 @@ for _tag, _pattern, _first in (
         _cls.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    """Line breaks of Unicode are written as escapes: read back plain, PyYAML would make spaces of them."""
+    style = '"' if any(char in value for char in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def parse_yaml(text: str) -> Any:
     """One YAML document as plain Python values. Raises ValueError for malformed YAML."""
     try:
