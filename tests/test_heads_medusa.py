@@ -45,7 +45,7 @@ def new_head(target: Any, kind: str, draft_vocab: int | None = None, **options: 
     return head
 
 
-def numpy_free_head(head: Any, k: int, feature: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
+def written_out(head: Any, k: int, feature: torch.Tensor, tokens: list[torch.Tensor]) -> torch.Tensor:
     """The formula of the module's docstring from the state dict alone."""
     weights = head.state_dict()
     given = feature
@@ -98,7 +98,7 @@ def test_unroll_is_the_formula(kind: str) -> None:
     batch = make(target, [9, 6], 3, torch.float64)
     for k, output in enumerate(head.unroll(batch)):
         tokens = [batch.token_KBT[j] for j in range(k + 1)]
-        torch.testing.assert_close(output, numpy_free_head(head, k, batch.feature_BTH, tokens))
+        torch.testing.assert_close(output, written_out(head, k, batch.feature_BTH, tokens))
 
 
 @pytest.mark.parametrize("kind", KINDS)
