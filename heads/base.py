@@ -210,6 +210,14 @@ class DraftHead(nn.Module, ABC):
         """Target ids of the draft vocabulary, [Vd] ascending, or None where that is the whole vocabulary."""
         return self.draft_token_ids if self.config.draft_vocab_size is not None else None
 
+    def draft_index(self, token_R: Tensor) -> Tensor:
+        """Indices of target ids in the draft vocabulary, [R]; -1 for tokens outside."""
+        ids = self.draft_ids
+        if ids is None:
+            return token_R
+        index_R = torch.searchsorted(ids, token_R).clamp_max(len(ids) - 1)
+        return index_R.where(ids[index_R] == token_R, -1)
+
     def draft_logits(self, feature: Tensor) -> Tensor:
         """The target's logits [..., Vd] of drafted features, limited to the draft vocabulary."""
         assert self._draft_logits is not None, "bind(target) comes first"

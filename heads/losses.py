@@ -20,6 +20,11 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
 _MEASURE_ROWS = 256
 
 
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """How many rows of logits exist at the same time."""
+    return max(4, _CHUNK_ELEMENTS.get(device.type, 1 << 23) // vocab_size)
+
+
 def feature_loss_sum(feature_RH: Tensor, teacher_RH: Tensor) -> Tensor:
     """Smooth L1 (beta 1) between drafted and true features, mean over H, summed over R positions.
 
@@ -123,7 +128,7 @@ class _Distil(torch.autograd.Function):
         sums = {i: torch.zeros_like(tensors[i], dtype=_wide(tensors[i]).dtype) for i in range(heads, len(tensors))}
         ends = [heads + sum(len(p.parameters) for p in projections[: k + 1]) for k in range(heads)]
         vocab = teacher.logits_of(teacher.feature_RH[:1]).shape[-1] if left else 1
-        rows = max(4, _CHUNK_ELEMENTS.get(weight_KR.device.type, 1 << 23) // vocab)
+        rows = chunk_rows(vocab, weight_KR.device)
         chunks = [_chunks(x, rows) for x in (teacher.feature_RH, *tensors[:heads])]
         for at, (teacher_rH, *features) in enumerate(zip(*chunks, strict=True)):
             real = slice(at * rows, min(left, at * rows + len(teacher_rH)))  # the rest of the chunk is padding

@@ -124,7 +124,7 @@ class MedusaHead(DraftHead):
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
         rows = _Aligned(batch)
         outputs = [self.run(k, *rows.inputs(k)) for k in range(batch.steps)]
-        teacher = Teacher(rows.teacher_RH, self.draft_logits, self._labels(rows.label_R), loss.hard_weight)
+        teacher = Teacher(rows.teacher_RH, self.draft_logits, self.draft_index(rows.label_R), loss.hard_weight)
         projections = [
             Projection(partial(self.step_logits, k), self._projection_parameters(k)) for k in range(batch.steps)
         ]
@@ -140,14 +140,6 @@ class MedusaHead(DraftHead):
                 feature_sum = feature_loss_sum(output_RH[seen_R], rows.teacher_RH[seen_R])
                 counts.add(k, match, feature_sum.detach(), sums_K[k].detach())
         return HeadOutput(total, batch.weight_KBT[0].sum(), counts.named)
-
-    def _labels(self, token_R: Tensor) -> Tensor:
-        """Indices in the draft vocabulary, -1 for tokens outside."""
-        ids = self.draft_ids
-        if ids is None:
-            return token_R
-        index_R = torch.searchsorted(ids, token_R).clamp_max(len(ids) - 1)
-        return index_R.where(ids[index_R] == token_R, -1)
 
     def _projection_parameters(self, k: int) -> tuple[Tensor, ...]:
         return tuple(self.lm_heads[k].parameters()) if self.config.own_projection else ()

@@ -68,9 +68,11 @@ def run_compare(args: argparse.Namespace, argv: Sequence[str], say: Say) -> None
     first = read_config(args.head)
     for folder in args.others:
         other = read_config(folder)
+        if other.trained_with_target:
+            raise ValueError(f"--with {folder}: it was trained together with a target of its own; leave it out")
         for name in ("target", "target_revision", "target_adapter"):
             mine, theirs = getattr(first, name), getattr(other, name)
-            if mine != theirs or other.trained_with_target:
+            if mine != theirs:
                 raise ValueError(
                     f"--with {folder}: its {name} is {theirs!r}, that of {args.head} {mine!r}; give one target"
                 )

@@ -10,11 +10,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from heads.base import HeadBatch, LossSpec, Needs, TreePolicy
+from heads.base import HeadBatch, LossSpec, Needs
 from heads.eagle import EagleHead
-from infer.engine import decode_speculative
-from infer.stopping import StopRule
-from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target
+from tests.tiny import prompt_ids, tiny_head, tiny_target
+from tests.tiny_run import check_overfitting
 from train.batching import make_batch
 from train.conversations import TokenRow
 
@@ -129,24 +128,4 @@ def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int
     This fails for any shift error between batching, head and engine, which equality with plain decoding hides.
     """
     target = tiny_target(name)
-    prompt = prompt_ids(8)
-    stop = StopRule(frozenset(), 41)
-    answer = library_greedy(tiny_model(name), prompt, 41)
-    assert len(set(answer)) > 10
-    ids = prompt + answer
-    row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
-    hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
-    batch = make_batch([row], [hidden[0]], unroll, Needs())
-    head = tiny_head(target)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    steps = 400
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
-        optimizer.zero_grad()
-        out = head(batch, LossSpec(1.0, 1.0, 0.8))
-        (out.loss_sum / out.weight_sum).backward()
-        optimizer.step()
-    again, stats = decode_speculative(target, head, prompt, TreePolicy(width=1, depth=4, total=5), stop)
-    assert again == answer
-    # 40 tokens after the prefill's: 8 rounds of 5 at best
-    assert stats.tau is not None and stats.tau > 4.4, stats.accepted_per_round
+    check_overfitting(name, target, tiny_head(target), LossSpec(1.0, 1.0, 0.8), draft_steps=unroll, lr=3e-3, steps=400)

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.base import HeadBatch, LossSpec, Needs, TreePolicy, trainable_parameters
+from heads.base import HeadBatch, LossSpec, Needs, trainable_parameters
 from heads.config import HeadConfig
 from heads.kinds import kind_of
 from heads.registry import build_head
-from infer.engine import decode_speculative
-from infer.stopping import StopRule
-from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target
+from tests.tiny import prompt_ids, tiny_head, tiny_target
+from tests.tiny_run import check_overfitting
 from train.batching import make_batch
 from train.conversations import TokenRow
 
@@ -207,25 +206,5 @@ def test_head_k_learns_the_token_k_plus_2_further_on(kind: str) -> None:
 def test_overfitted_conversation_is_accepted_nearly_whole(name: str, kind: str, projection: str) -> None:
     """Trained on one conversation, decoding must accept nearly everything: the shifts of batching and engine agree."""
     target = tiny_target(name)
-    prompt = prompt_ids(8)
-    answer = library_greedy(tiny_model(name), prompt, 41)
-    assert len(set(answer)) > 10
-    ids = prompt + answer
-    row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
-    hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
-    batch = make_batch([row], [hidden[0]], 4, Needs())
     head = new_head(target, kind, heads=4, blocks=4, projection=projection)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    steps = 300
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
-        optimizer.zero_grad()
-        out = head(batch, LossSpec(0.0, 1.0, 1.0))
-        (out.loss_sum / out.weight_sum).backward()
-        optimizer.step()
-    again, stats = decode_speculative(
-        target, head, prompt, TreePolicy(width=1, depth=4, total=5), StopRule(frozenset(), 41)
-    )
-    assert again == answer
-    # 40 tokens after the prefill's: 8 rounds of 5 at best
-    assert stats.tau is not None and stats.tau > 4.4, stats.accepted_per_round
+    check_overfitting(name, target, head, LossSpec(0.0, 1.0, 1.0), draft_steps=4, lr=1e-2, steps=300)

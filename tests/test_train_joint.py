@@ -16,7 +16,7 @@ from tests.adapters import logits, save_adapter
 from tests.tiny import prompt_ids, tiny_model, tiny_target
 from train.conversations import TokenRow
 from train.feature_cache import build_feature_cache
-from train.joint import LoraTarget, add_lora, answer_mask, target_drift, target_loss_sum
+from train.joint import LoraTarget, TargetDrift, adapted_features, add_lora, answer_mask, target_drift, target_loss_sum
 
 ROWS = [
     TokenRow(str(i), tuple(prompt_ids(length, seed=i)), spans, "t", False)
@@ -224,19 +224,24 @@ def test_the_loss_is_the_divergence() -> None:
 # ---- drift -------------------------------------------------------------------------------------------------
 
 
+def drift_of(adapted: LoraTarget | TargetAdapter, features: Any, rows: Any = ROWS) -> TargetDrift:
+    target = adapted.target if isinstance(adapted, LoraTarget) else adapted
+    return target_drift(target, rows, features, adapted_features(adapted, rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drift(tmp_path: Path, dtype: torch.dtype) -> None:
     """0 to the bit at the start; then what the dense formula says, row by row."""
     target = TargetAdapter(tiny_model("llama").to(dtype))
     features = build_feature_cache(target, ROWS, tmp_path, log=lambda text: None)
     lora = add_lora(target, rank=4, alpha=8, dropout=0.3)
-    start = target_drift(lora, ROWS, features)
+    start = drift_of(lora, features)
     assert (start.positions, start.kl, start.argmax_changed) == (POSITIONS, 0.0, 0.0)
     assert start.perplexity == start.base_perplexity > 1
     perturb(lora, size=0.02)
-    found = target_drift(lora, ROWS, features)
+    found = drift_of(lora, features)
     assert lora.training  # as before, though dropout was off
-    assert found == target_drift(lora.eval().target, ROWS, features)
+    assert found == drift_of(lora.eval().target, features)
     kl, changed, nll, base_nll = 0.0, 0, 0.0, 0.0
     for row in ROWS:
         ids = torch.tensor([row.input_ids])
@@ -261,7 +266,7 @@ def test_the_loss_pulls_the_target_back(tmp_path: Path) -> None:
     features = build_feature_cache(target, ROWS, tmp_path, log=lambda text: None)
     lora = add_lora(target, rank=4, alpha=8)
     perturb(lora, size=0.02)
-    before = target_drift(lora, ROWS, features).kl
+    before = drift_of(lora, features).kl
     ids, valid = padded()
     mask = answer_mask(ROWS[:2], 24)
     teacher = torch.cat([features[i][mask[i, : len(row.input_ids)]] for i, row in enumerate(ROWS[:2])])
@@ -271,4 +276,4 @@ def test_the_loss_pulls_the_target_back(tmp_path: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert target_drift(lora, ROWS[:2], features).kl < 0.5 * before
+    assert drift_of(lora, features, ROWS[:2]).kl < 0.5 * before

@@ -194,6 +194,7 @@ def test_entries_and_settings_that_do_not_fit_are_refused(
         (main, config_of(place, tmp_path) | {"loss": {"unroll_steps": 3}}, "loss.unroll_steps"),
         (main, config_of(place, tmp_path) | {"loss": {"hard_weight": 1.5}}, "loss.hard_weight"),
         (train_eagle, run_config(place, tmp_path) | {"joint": {"start": 0.5}}, "joint.start"),
+        (main, joint_config(place, tmp_path) | {"target": {"path": "a", "adapter": "b"}}, "joint.start"),
     ):
         with pytest.raises(SystemExit) as stopped:
             run_entry(entry, data, tmp_path)

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import tiny_model, tiny_tokenizer
+from heads.base import DraftHead, LossSpec, Needs, TreePolicy
+from heads.target import TargetAdapter
+from infer.engine import decode_speculative
+from infer.stopping import StopRule
+from tests.tiny import library_greedy, prompt_ids, tiny_model, tiny_tokenizer
+from train.batching import make_batch
+from train.conversations import TokenRow
 
 
 def make_place(folder: Path) -> Path:
@@ -67,3 +73,28 @@ def same_weights(left: Path, right: Path, step: int, tolerance: float = 0.0) -> 
     """Whether the heads in two runs' checkpoints are equal, up to a largest difference."""
     a, b = (load_file(out / f"run/checkpoints/step-{step:08d}/model.safetensors") for out in (left, right))
     return all(float((a[name].double() - b[name].double()).abs().max()) <= tolerance for name in a)
+
+
+def check_overfitting(
+    name: str, target: TargetAdapter, head: DraftHead, loss: LossSpec, *, draft_steps: int, lr: float, steps: int
+) -> None:
+    """Trains the head on one greedy conversation; decoding it with a chain of 4 must accept nearly everything."""
+    prompt = prompt_ids(8)
+    answer = library_greedy(tiny_model(name), prompt, 41)
+    assert len(set(answer)) > 10
+    ids = prompt + answer
+    row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
+    hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
+    batch = make_batch([row], [hidden[0]], draft_steps, Needs())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=lr)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.zero_grad()
+        out = head(batch, loss)
+        (out.loss_sum / out.weight_sum).backward()
+        optimizer.step()
+    policy, stop = TreePolicy(width=1, depth=4, total=5), StopRule(frozenset(), 41)
+    again, stats = decode_speculative(target, head, prompt, policy, stop)
+    assert again == answer
+    # 40 tokens after the prefill's: 8 rounds of 5 at best
+    assert stats.tau is not None and stats.tau > 4.4, stats.accepted_per_round

@@ -269,6 +269,12 @@ class RunConfig:
             self.joint.start,
             f"null: heads of kind {self.head.kind!r} are not trained together with the target",
         )
+        _require(
+            self.joint.start is None or self.target.adapter is None,
+            "joint.start",
+            self.joint.start,
+            f"null for a target with an adapter ({self.target.adapter!r}); give the merged model as target.path",
+        )
 
 
 def _with_defaults(section: T, name: str, defaults: Mapping[str, Any], kind: str, fixed: Sequence[str] = ()) -> T:

@@ -18,19 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads.adapter import CONFIG, WEIGHTS
 from heads.checkpoint import recover, replace_folder
-from heads.losses import soft_ce_sum
+from heads.losses import chunk_rows, soft_ce_sum
 from heads.target import TargetAdapter
 from heads.topk import argmax_of
 from train.conversations import TokenRow
 from train.feature_cache import FeatureCache, feature_batches, padded_rows
-
-_CHUNK_ELEMENTS = 1 << 22  # of each of the two logits that exist at the same time: rows times vocabulary
 
 # ---- the trainable target ----------------------------------------------------------------------------------
 
@@ -208,39 +205,44 @@ class TargetDrift:
 
 
 @torch.no_grad()
-def target_drift(
-    adapted: LoraTarget | TargetAdapter,
-    rows: Sequence[TokenRow],
-    base_features: FeatureCache | Sequence[Tensor],
-    accelerator: Accelerator | None = None,
-) -> TargetDrift:
-    """Runs the adapted target once over the rows; the original's distributions come from its cached features.
+def adapted_features(adapted: LoraTarget | TargetAdapter, rows: Sequence[TokenRow]) -> list[Tensor]:
+    """The adapted target's features [length, H] of every row, on the CPU: what decoding with it reads and verifies by.
 
-    Args:
-        adapted: its LM head must be the original's.
-        base_features: of row i, [length, H or more]: the original's hidden states after the final norm come first.
-        accelerator: its processes share the rows, and all get the result.
+    Dropout is off, and rows share passes as they do in the feature cache, so that without a change nothing differs.
     """
     target = adapted.target if isinstance(adapted, LoraTarget) else adapted
-    batches = feature_batches(rows)
-    if accelerator is not None:
-        batches = batches[accelerator.process_index :: accelerator.num_processes]
-    sums = torch.zeros(5, dtype=torch.float64)  # positions, KL, -log p, -log q, changed
     was_training = isinstance(adapted, LoraTarget) and adapted.training
     if isinstance(adapted, LoraTarget):
         adapted.eval()
-    for batch in batches:
-        some = [rows[i] for i in batch]
-        ids, valid = padded_rows(some)
-        hidden_BTH = target.hidden_states(ids.to(target.device), valid.to(target.device))
-        mask = answer_mask(some, ids.shape[1])
-        base = [base_features[i][mask[k, : len(some[k].input_ids)], : target.hidden_size] for k, i in enumerate(batch)]
-        label_R = ids.roll(-1, 1)[mask]
-        sums += _drift_sums(target, torch.cat(base), hidden_BTH[mask.to(hidden_BTH.device)], label_R)
+    found: dict[int, Tensor] = {}
+    for batch in feature_batches(rows):
+        ids, valid = padded_rows([rows[i] for i in batch])
+        hidden_BTH = target.hidden_states(ids.to(target.device), valid.to(target.device)).cpu()
+        found |= {i: hidden_BTH[k, : len(rows[i].input_ids)].clone() for k, i in enumerate(batch)}
     if isinstance(adapted, LoraTarget):
         adapted.train(was_training)
-    if accelerator is not None:
-        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+    return [found[i] for i in range(len(rows))]
+
+
+@torch.no_grad()
+def target_drift(
+    target: TargetAdapter,
+    rows: Sequence[TokenRow],
+    base_features: FeatureCache | Sequence[Tensor],
+    features: Sequence[Tensor],
+) -> TargetDrift:
+    """From features of the original and of the adapted target; no further pass.
+
+    Args:
+        target: its LM head, which is the same for both.
+        base_features: of row i, [length, H or more]: the original's hidden states after the final norm come first.
+        features: of row i, [length, H]: see `adapted_features`.
+    """
+    sums = torch.zeros(5, dtype=torch.float64)  # positions, KL, -log p, -log q, changed
+    for i, row in enumerate(rows):
+        mask = answer_mask([row], len(row.input_ids))[0]
+        label_R = torch.tensor(row.input_ids).roll(-1)[mask]
+        sums += _drift_sums(target, base_features[i][mask, : target.hidden_size], features[i][mask], label_R)
     positions, kl, base_nll, nll, changed = sums.tolist()
     count = max(positions, 1.0)
     return TargetDrift(int(positions), kl / count, math.exp(base_nll / count), math.exp(nll / count), changed / count)
@@ -248,8 +250,9 @@ def target_drift(
 
 def _drift_sums(target: TargetAdapter, base_RH: Tensor, hidden_RH: Tensor, label_R: Tensor) -> Tensor:
     sums = torch.zeros(5, dtype=torch.float64)
-    rows = max(4, _CHUNK_ELEMENTS // target.vocab_size)
-    whole = (base_RH.to(hidden_RH.device, hidden_RH.dtype), hidden_RH, label_R.to(hidden_RH.device))
+    device = target.head_device
+    rows = chunk_rows(target.vocab_size, device)
+    whole = (base_RH.to(device, hidden_RH.dtype), hidden_RH.to(device), label_R.to(device))
     for base_rH, hidden_rH, label_r in zip(*(x.split(rows) for x in whole), strict=True):
         p_logits, q_logits = target.logits(base_rH), target.logits(hidden_rH)
         changed = argmax_of(p_logits) != argmax_of(q_logits)

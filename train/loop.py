@@ -14,10 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from heads.base import LossSpec
+from heads.base import HeadBatch, LossSpec
 from heads.checkpoint import ADAPTER, recover, save_head
 from train.batching import batch_stream, make_batch
 from train.config import RunConfig
+from train.conversations import TokenRow
 from train.evaluate import Evaluation, evaluate
 from train.files import write_text
 from train.optim import learning_rate, progress_of
@@ -152,25 +153,9 @@ def _step(
     spec = LossSpec(loss.feature_weight or 0.0, loss.token_weight or 0.0, loss.step_decay, loss.hard_weight or 0.0)
     for group in session.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    joint = session.joint if session.joint is not None and session.joint.active else None
+    joint = session.active_joint
     picked = [[session.rows.train[i] for i in indices] for indices in micro]
-    batches = []
-    for number, (rows, indices) in enumerate(zip(picked, micro, strict=True)):
-        # one stream of noise per global micro-batch, whichever rank has it
-        index = (step * len(micro) + number) * accelerator.num_processes + accelerator.process_index
-        generator = torch.Generator().manual_seed(config.train.seed * 1_000_000_007 + index)
-        batches.append(
-            make_batch(
-                rows,
-                [session.train_features[i] for i in indices],
-                unroll,
-                session.bare_head.needs,
-                noise=loss.noise or 0.0,
-                generator=generator,
-                dtype=session.dtype,
-                device=accelerator.device,
-            )
-        )
+    batches = _batches(session, picked, micro, step, unroll)
     sums = torch.tensor(
         [
             float(sum(b.weight_KBT[0].sum() for b in batches)),
@@ -216,15 +201,39 @@ def _step(
     return head_sum, weight, int(tokens), float(norm or 0.0)
 
 
+def _batches(
+    session: Session, picked: list[list[TokenRow]], micro: list[list[int]], step: int, unroll: int
+) -> list[HeadBatch]:
+    """This rank's micro-batches of a step; `picked`: the rows of `micro`."""
+    config, accelerator = session.config, session.accelerator
+    batches = []
+    for number, (rows, indices) in enumerate(zip(picked, micro, strict=True)):
+        # one stream of noise per global micro-batch, whichever rank has it
+        index = (step * len(micro) + number) * accelerator.num_processes + accelerator.process_index
+        generator = torch.Generator().manual_seed(config.train.seed * 1_000_000_007 + index)
+        batches.append(
+            make_batch(
+                rows,
+                [session.train_features[i] for i in indices],
+                unroll,
+                session.bare_head.needs,
+                noise=config.loss.noise or 0.0,
+                generator=generator,
+                dtype=session.dtype,
+                device=accelerator.device,
+            )
+        )
+    return batches
+
+
 def _evaluate(session: Session, progress: Progress, metrics: MetricsFile, out: Path) -> Evaluation:
     config = session.config
-    joint = session.joint if session.joint is not None and session.joint.active else None
+    joint = session.active_joint
     held = session.rows.held_out
-    drift = None if joint is None else joint.measure(held, session.held_features, session.accelerator)
     result = evaluate(
         session.head,
         held,
-        session.held_features if joint is None else joint.held_features(held),
+        session.held_features if joint is None else joint.measure(held, session.held_features),
         min(config.eval.depth, session.bare_head.max_depth or config.eval.depth),
         config.train.tokens_per_batch,
         session.accelerator,
@@ -236,9 +245,9 @@ def _evaluate(session: Session, progress: Progress, metrics: MetricsFile, out: P
         if session.accelerator.is_main_process:
             _save_best(session, progress, result, out)
     metrics.write(progress, {f"eval/{name}": value for name, value in result.to_dict().items()})
-    if drift is not None:
-        metrics.write(progress, {f"drift/{name}": value for name, value in drift.to_dict().items()})
-        session.log(f"joint: {drift}")
+    if joint is not None and joint.drift is not None:
+        metrics.write(progress, {f"drift/{name}": value for name, value in joint.drift.to_dict().items()})
+        session.log(f"joint: {joint.drift}")
     accuracy = " ".join(f"{a:.3f}" for a in result.accuracy)
     session.log(
         f"eval: step {progress.step}, simulated accept length (chain of {len(result.accuracy)}) "
@@ -248,7 +257,7 @@ def _evaluate(session: Session, progress: Progress, metrics: MetricsFile, out: P
 
 
 def _save_best(session: Session, progress: Progress, result: Evaluation, out: Path) -> None:
-    joint = session.joint if session.joint is not None and session.joint.active else None
+    joint = session.active_joint
     record = provenance(
         data=session.rows.record,
         step=progress.step,

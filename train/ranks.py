@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead, head_dtype
-from heads.losses import best_token
+from heads.losses import best_token, chunk_rows
 from infer.fitting import MISS, UNKNOWN
 from train.batching import make_batch, plan_batches
 from train.conversations import TokenRow
 from train.feature_cache import FeatureCache
 
-_LOGITS = 1 << 23  # logits that exist at the same time
 _BATCH_TOKENS = 1024  # padded tokens per batch
 _PROGRESS_SECONDS = 15.0
 
@@ -79,19 +78,15 @@ def measure_ranks(
 
 def rank_of(head: DraftHead, step: int, output_RH: Tensor, token_R: Tensor, ranks: int) -> Tensor:
     """Rank of each token in the draft's distribution, [R]; among equal logits the lower index comes first."""
-    ids = head.draft_ids
-    column_R = token_R
-    if ids is not None:
-        column_R = torch.searchsorted(ids, token_R).clamp_max(len(ids) - 1)
+    index_R = head.draft_index(token_R)
+    column_R = index_R.clamp_min(0)
     parts = [torch.zeros(0, dtype=torch.long, device=output_RH.device)]
-    size = max(4, _LOGITS // (head.target.vocab_size if ids is None else len(ids)))
+    ids = head.draft_ids
+    size = chunk_rows(head.target.vocab_size if ids is None else len(ids), output_RH.device)
     for output, column_r in zip(output_RH.split(size), column_R.split(size), strict=True):
         logits_rV = head.step_logits(step, output).float()
         mine_r1 = logits_rV.gather(1, column_r[:, None])
         before_V = torch.arange(logits_rV.shape[1], device=output.device) < column_r[:, None]
         parts.append(((logits_rV > mine_r1) | ((logits_rV == mine_r1) & before_V)).sum(1))
     rank_R = torch.cat(parts)
-    hit_R = rank_R < ranks
-    if ids is not None:
-        hit_R &= ids[column_R] == token_R
-    return rank_R.where(hit_R, MISS)
+    return rank_R.where((rank_R < ranks) & (index_R >= 0), MISS)

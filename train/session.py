@@ -46,6 +46,11 @@ class Session:
     joint: Together | None = None
 
     @property
+    def active_joint(self) -> Together | None:
+        """The trainable target, while it is being trained."""
+        return self.joint if self.joint is not None and self.joint.active else None
+
+    @property
     def bare_head(self) -> DraftHead:
         return self.accelerator.unwrap_model(self.head)
 

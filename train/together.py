@@ -24,8 +24,16 @@ from heads.base import HeadBatch
 from heads.target import TargetAdapter
 from train.config import JointConfig
 from train.conversations import TokenRow
-from train.feature_cache import FeatureCache, feature_batches, padded_rows
-from train.joint import LoraTarget, TargetDrift, add_lora, answer_mask, target_drift, target_loss_sum
+from train.feature_cache import FeatureCache, padded_rows
+from train.joint import (
+    LoraTarget,
+    TargetDrift,
+    adapted_features,
+    add_lora,
+    answer_mask,
+    target_drift,
+    target_loss_sum,
+)
 
 
 @dataclass
@@ -89,21 +97,8 @@ class Together:
         self._window = [0.0, 0.0]
         return {"target_kl": round(kl / max(positions, 1.0), 6)}
 
-    @torch.no_grad()
-    def held_features(self, rows: Sequence[TokenRow]) -> list[Tensor]:
-        """The adapted target's features of every row: what decoding with it will read, and verify against."""
-        found: dict[int, Tensor] = {}
-        was_training = self.lora.training
-        self.lora.eval()
-        for batch in feature_batches(rows):
-            some = [rows[i] for i in batch]
-            ids, valid = padded_rows(some)
-            device = self.lora.target.device
-            hidden = self.lora.hidden_states(ids.to(device), valid.to(device)).cpu()
-            found |= {i: hidden[k, : len(rows[i].input_ids)].clone() for k, i in enumerate(batch)}
-        self.lora.train(was_training)
-        return [found[i] for i in range(len(rows))]
-
-    def measure(self, rows: Sequence[TokenRow], base: FeatureCache, accelerator: Accelerator) -> TargetDrift:
-        self.drift = target_drift(self.lora, rows, base, accelerator)
-        return self.drift
+    def measure(self, rows: Sequence[TokenRow], base: FeatureCache) -> list[Tensor]:
+        """Measures the drift and returns the adapted target's features of every row, which heads are evaluated on."""
+        features = adapted_features(self.lora, rows)
+        self.drift = target_drift(self.lora.target, rows, base, features)
+        return features
