@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from heads.config import HeadConfig
-from heads.losses import best_token
+from heads.losses import Projection, best_token
 from heads.static import StaticTree
 from heads.target import TargetAdapter
 from heads.tree import DraftTree, Proposal
+from heads.unrolled import Document
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class LossSpec:
     token_weight: float
     step_decay: float
     hard_weight: float = 0.0
+    divergence: str = "soft_ce"
 
 
 @dataclass(frozen=True)
 class HeadBatch:
     """A training batch, every shift already made (`train/batching.py` draws the rows).
 
+    documents: the (row, first position, position behind the last) of every text in it; nothing attends across them.
     feature_BTH: input feature of root p (with taps, those columns too). token_KBT[k]: the token that step k reads; it
     has K + 1 entries, and entry k + 1 is what the text has where step k predicts. teacher[k], [B, T, H]: the target's
     feature where step k's prediction is checked. weight_KBT[k]: bool, supervised.
@@ -56,11 +59,20 @@ class HeadBatch:
     teacher: tuple[Tensor, ...]
     weight_KBT: Tensor
     valid_BT: Tensor
+    documents: tuple[Document, ...]
     noise_BTH: Tensor | None = None
 
     @property
     def steps(self) -> int:
         return len(self.teacher)
+
+    @property
+    def position_BT(self) -> Tensor:
+        """Of every root in its document."""
+        position_BT = torch.zeros_like(self.valid_BT, dtype=torch.long)
+        for row, start, end in self.documents:
+            position_BT[row, start:end] = torch.arange(end - start, device=position_BT.device)
+        return position_BT
 
 
 @dataclass(frozen=True)
@@ -79,13 +91,15 @@ class StepCounts:
     """Named sums of an evaluation: what agrees with the target, step by step.
 
     For every step k: positions, match (its first proposal is the target's argmax), tried (supervised, and all steps
-    before agreed), prefix (it agreed, too), and the summed losses.
+    before agreed), prefix (it agreed, too), and the summed losses. `finish` adds rounds and emitted: the chain of all
+    steps, replayed over every answer as decoding goes through it.
     """
 
     def __init__(self, weight_KBT: Tensor) -> None:
         self.named: dict[str, Tensor] = {}
         self._weight_KBT = weight_KBT
         self._prefix_BT = weight_KBT[0]  # roots whose steps so far all agree with the target
+        self._accepted_BT = torch.zeros_like(self._prefix_BT, dtype=torch.long)
 
     def add(self, step: int, match_R: Tensor, feature_loss: Tensor, token_loss: Tensor) -> None:
         """match_R: of the supervised roots in the batch's order. Steps come in order."""
@@ -94,6 +108,7 @@ class StepCounts:
         hit_BT[weight_BT] = match_R
         tried = (self._prefix_BT & weight_BT).sum()
         self._prefix_BT = self._prefix_BT & hit_BT
+        self._accepted_BT += self._prefix_BT
         self.named |= {
             f"tried/{step}": tried,
             f"feature_loss/{step}": feature_loss,
@@ -102,6 +117,32 @@ class StepCounts:
             f"match/{step}": match_R.sum(),
             f"prefix/{step}": self._prefix_BT.sum(),
         }
+
+    def finish(self) -> dict[str, Tensor]:
+        rounds, emitted = replay(self._weight_KBT[0], self._accepted_BT)
+        device = self._weight_KBT.device
+        self.named |= {"rounds": torch.tensor(rounds, device=device), "emitted": torch.tensor(emitted, device=device)}
+        return self.named
+
+
+def replay(root_BT: Tensor, accepted_BT: Tensor) -> tuple[int, int]:
+    """(verification passes, tokens they emit) of decoding the answers again with these drafts.
+
+    A run of roots is an answer (a document ends with two positions that are none): the first pass drafts below its
+    first root, accepts as many drafts as agree there, and emits the bonus token; the next one drafts behind that.
+    """
+    rounds = emitted = 0
+    for root_T, accepted_T in zip(root_BT.tolist(), accepted_BT.tolist(), strict=True):
+        p = 0
+        while p < len(root_T):
+            if not root_T[p]:
+                p += 1
+                continue
+            end = next((q for q in range(p, len(root_T)) if not root_T[q]), len(root_T))
+            while p < end:
+                taken = min(1 + accepted_T[p], end - p)
+                rounds, emitted, p = rounds + 1, emitted + taken, p + taken
+    return rounds, emitted
 
 
 def candidates(width: int, depth: int) -> int:
@@ -182,8 +223,15 @@ class DraftHead(nn.Module, ABC):
         self._bound: list[TargetAdapter] = []  # a list, so that the target is no submodule and is never saved
         self._draft_logits: Callable[[Tensor], Tensor] | None = None
         if config.draft_vocab_size is not None:
-            # Target ids of the draft vocabulary, ascending; stored with the weights, never rebuilt.
-            self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self._make_draft_vocab(config.draft_vocab_size)
+
+    def _make_draft_vocab(self, size: int) -> None:
+        """Buffers for the draft vocabulary; stored with the weights, never rebuilt."""
+        self.register_buffer("draft_token_ids", torch.zeros(size, dtype=torch.long))
+
+    def set_draft_vocab(self, ids: Tensor) -> None:
+        """Target ids of the draft vocabulary, ascending: before `bind`."""
+        self.draft_token_ids.copy_(ids)
 
     def bind(self, target: TargetAdapter) -> None:
         """Takes embedding and LM head of the target by reference.
@@ -219,7 +267,7 @@ class DraftHead(nn.Module, ABC):
         return index_R.where(ids[index_R] == token_R, -1)
 
     def draft_logits(self, feature: Tensor) -> Tensor:
-        """The target's logits [..., Vd] of drafted features, limited to the draft vocabulary."""
+        """The target's logits [..., Vd] of features (its own, or drafted ones), limited to the draft vocabulary."""
         assert self._draft_logits is not None, "bind(target) comes first"
         return self._draft_logits(feature)
 
@@ -233,9 +281,17 @@ class DraftHead(nn.Module, ABC):
         """How many tokens the head drafts one after the other at most; None: any number."""
         return None
 
+    def projection(self, step: int) -> Projection:
+        """From outputs of training step `step`, as `normed` leaves them, to logits over the draft vocabulary."""
+        return Projection(self.draft_logits)
+
+    def normed(self, output: Tensor) -> Tensor:
+        """What a head does to its outputs before they are projected."""
+        return output
+
     def step_logits(self, step: int, output: Tensor) -> Tensor:
         """Logits over the draft vocabulary of the output of training step `step`."""
-        return self.draft_logits(output)
+        return self.projection(step).logits_of(self.normed(output))
 
     def best_draft(self, output_RH: Tensor, step: int = 0) -> Tensor:
         """Target id of the first proposal per position, [R], from outputs of training step `step`."""
@@ -251,7 +307,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
-        """Loss over all steps of the batch; with `measure` also matches per step and accepted prefixes."""
+        """Loss over all steps of the batch (`heads.training`); with `measure` also `StepCounts`."""
 
     @abstractmethod
     def start(self, capacity: int, rows: int = 1) -> Any:

@@ -33,7 +33,11 @@ class HeadConfig:
     embedding_scale: float = 1.0  # embeddings are multiplied by this before they meet the features
     num_draft_heads: int | None = None  # Medusa, Hydra: tokens drafted side by side
     num_blocks: int | None = None  # Medusa, Hydra: residual blocks of each of them
-    own_projection: bool = False  # Medusa, Hydra: an LM head per head instead of the target's
+    own_projection: bool = False  # an LM head of the head's own (Medusa, Hydra: one for each) instead of the target's
+    taps: tuple[int, ...] | None = None  # EAGLE-3: layers whose outputs are read, 0-based, ascending
+    fc_norm: bool = False  # EAGLE-3: each of them is normed
+    norm_output: bool = False  # EAGLE-3: the next draft starts from the normed output
+    norm_before_residual: bool = False  # EAGLE-3: the residual is the normed hidden state
     target_adapter: str | None = None  # hub id or directory (also one inside the head's own) that the target carried
     trained_with_target: bool = False  # Medusa-2: that adapter was trained together with the head
     format_version: int = FORMAT_VERSION
@@ -85,6 +89,10 @@ class HeadConfig:
             num_draft_heads=options.get("heads"),
             num_blocks=options.get("blocks"),
             own_projection=options.get("projection") == "own",
+            taps=_taps(options, config.num_hidden_layers),
+            fc_norm=options.get("fc_norm", False),
+            norm_output=options.get("norm_output", False),
+            norm_before_residual=options.get("norm_before_residual", False),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +117,25 @@ class HeadConfig:
             raise ValueError(f"head config: missing {', '.join(missing)}; this is not a Draftsmith head")
         if data.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"head config: format_version {data.get('format_version')}, expected {FORMAT_VERSION}")
-        return cls(**data)
+        return cls(**data | {"taps": None if data.get("taps") is None else tuple(data["taps"])})
+
+
+def _taps(options: Mapping[str, Any], layers: int) -> tuple[int, ...] | None:
+    """The chosen layers, or EAGLE-3's own choice: near the start, in the middle, near the end.
+
+    As indices of outputs those are 1, n // 2 - 1, n - 4, which engines take by default, too.
+
+    Raises:
+        ValueError: layers that the target does not have, or not ascending.
+    """
+    if "taps" not in options:
+        return None
+    taps = options["taps"]
+    if taps is None:
+        taps = (1, layers // 2 - 1, layers - 4) if layers >= 7 else sorted({0, (layers - 1) // 2, layers - 1})
+    if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < layers:
+        raise ValueError(f"head.taps is {list(taps)}, expected ascending layers of the target, 0 .. {layers - 1}")
+    return tuple(taps)
 
 
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")

@@ -21,10 +21,21 @@ class Kind:
     joint: bool = False
 
 
+# What `loss.divergence` can be (`heads.divergences` has the formulas).
+DIVERGENCES = (
+    "soft_ce",
+    "forward_kl",
+    "reverse_kl",
+    "total_variation",
+    "top_k_ce",
+    "acceptance",
+    "log_acceptance",
+)
+
 _MEDUSA = Kind(
     entry="train/medusa.py",
     options={"heads": 4, "blocks": 1, "projection": "shared"},
-    loss={"token_weight": 1.0, "hard_weight": 0.0, "step_decay": 0.8},
+    loss={"token_weight": 1.0, "divergence": "soft_ce", "hard_weight": 0.0, "step_decay": 0.8},
     joint=True,
 )
 
@@ -35,8 +46,28 @@ KINDS: dict[str, Kind] = {
         loss={
             "feature_weight": 1.0,
             "token_weight": 0.1,
+            "divergence": "soft_ce",
             "noise": 0.1,
             "unroll_steps": 1,
+            "unroll_from": 0.0,
+            "step_decay": 0.8,
+        },
+    ),
+    "eagle3": Kind(
+        entry="train/eagle.py",
+        options={
+            "projection": "own",
+            "taps": None,
+            "fc_norm": False,
+            "norm_output": False,
+            "norm_before_residual": False,
+        },
+        loss={
+            "token_weight": 1.0,
+            "divergence": "soft_ce",
+            "hard_weight": 0.0,
+            "noise": 0.0,
+            "unroll_steps": 3,
             "unroll_from": 0.0,
             "step_decay": 0.8,
         },

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -49,12 +48,13 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+    """One decoder layer. `input_norm=False` leaves out the norm before attention, as EAGLE's layer does."""
 
     def __init__(self, config: HeadConfig, input_norm: bool, attention_input: int | None = None) -> None:
         super().__init__()
         self.self_attn = Attention(config, attention_input or config.hidden_size)
         self.mlp = MLP(config)
+        self.input_norm = input_norm
         if input_norm:
             self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
         return keys, self._split(self.self_attn.v_proj(x_BTI))
 
     def normed(self, x_BTI: Tensor) -> Tensor:
-        return self.input_layernorm(x_BTI) if hasattr(self, "input_layernorm") else x_BTI
+        return self.input_layernorm(x_BTI) if self.input_norm else x_BTI
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.self_attn.head_dim).transpose(1, 2)
@@ -97,31 +97,6 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped attention with an additive mask [B, 1, T, S] (None: all is visible). Returns [B, heads, T, hd]."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def attend_unrolled(q: Tensor, k0: Tensor, v0: Tensor, chain: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-    """Attention of unroll step s: causal over the true-feature keys, plus each root's own earlier drafts.
-
-    Root p at step s is the s-th draft below position p. When decoding it would see the true keys up to p and the
-    s keys drafted on its own path; those are, for every step i <= s, the key that step i made *at the same root*.
-    So the second part is a diagonal, never a [T, s * T] matrix.
-
-    Args:
-        q: [B, heads, T, hd]; k0, v0: [B, kv_heads, T, hd] of step 0; chain: (k_i, v_i) of steps 1..s;
-        mask: additive [B, 1, T, T], causal and without padding.
-    """
-    batch, heads, length, dim = q.shape
-    groups = heads // k0.shape[1]
-    qg = q.view(batch, k0.shape[1], groups, length, dim)
-    scale = dim**-0.5
-    scores = [torch.matmul(qg, k0[:, :, None].transpose(-1, -2)) * scale + mask[:, :, None]]
-    scores += [(qg * k[:, :, None]).sum(-1, keepdim=True) * scale for k, _ in chain]
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    weights = torch.cat(scores, -1).softmax(-1, dtype=exact).to(q.dtype)
-    out = torch.matmul(weights[..., :length], v0[:, :, None])
-    for i, (_, v) in enumerate(chain):
-        out = out + weights[..., length + i, None] * v[:, :, None]
-    return out.reshape(batch, heads, length, dim)
 
 
 class Rotary(LlamaRotaryEmbedding):

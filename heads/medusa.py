@@ -22,20 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, StepCounts, TreePolicy
+from heads.aligned import Aligned
+from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, Needs, TreePolicy
 from heads.config import HeadConfig
 from heads.growing import grow
-from heads.losses import Projection, Teacher, best_token, distil_sums, feature_loss_sum
+from heads.losses import Projection
+from heads.training import distilled
 from heads.tree import DraftTree, Proposal
-
-_ROWS = 128  # rows of a training batch are padded to a multiple: a CPU's matrix kernels are built anew for every shape
 
 
 @dataclass
@@ -102,10 +101,11 @@ class MedusaHead(DraftHead):
             for parameter in self.lm_heads.parameters():
                 parameter.copy_(rows[0])
 
-    def step_logits(self, step: int, output: Tensor) -> Tensor:
+    def projection(self, step: int) -> Projection:
         if not self.config.own_projection:
-            return self.draft_logits(output)
-        return self.target.scale_logits(self.lm_heads[step](output))
+            return super().projection(step)
+        head = self.lm_heads[step]
+        return Projection(lambda x: self.target.scale_logits(head(x)), tuple(head.parameters()))
 
     # ---- training ------------------------------------------------------------------------------------------
 
@@ -122,27 +122,12 @@ class MedusaHead(DraftHead):
         return self.target.embed(token).to(dtype) * self.config.embedding_scale
 
     def forward(self, batch: HeadBatch, loss: LossSpec, measure: bool = False) -> HeadOutput:
-        rows = _Aligned(batch)
-        outputs = [self.run(k, *rows.inputs(k)) for k in range(batch.steps)]
-        teacher = Teacher(rows.teacher_RH, self.draft_logits, self.draft_index(rows.label_R), loss.hard_weight)
-        projections = [
-            Projection(partial(self.step_logits, k), self._projection_parameters(k)) for k in range(batch.steps)
-        ]
-        sums_K = distil_sums(outputs, rows.weight_KR, teacher, projections)
-        decay_K = sums_K.new_tensor([loss.step_decay**k for k in range(batch.steps)])
-        total = loss.token_weight * (decay_K * sums_K).sum()
-        counts = StepCounts(batch.weight_KBT)
-        if measure:
-            best_R = best_token(rows.teacher_RH, self.target.logits)
-            for k, output_RH in enumerate(outputs):
-                seen_R = rows.weight_KR[k] > 0
-                match = self.best_draft(output_RH[seen_R], k) == best_R[seen_R]
-                feature_sum = feature_loss_sum(output_RH[seen_R], rows.teacher_RH[seen_R])
-                counts.add(k, match, feature_sum.detach(), sums_K[k].detach())
-        return HeadOutput(total, batch.weight_KBT[0].sum(), counts.named)
-
-    def _projection_parameters(self, k: int) -> tuple[Tensor, ...]:
-        return tuple(self.lm_heads[k].parameters()) if self.config.own_projection else ()
+        rows = Aligned(batch)
+        outputs = []
+        for k in range(batch.steps):
+            tokens = [rows.at(k, batch.token_KBT[j]) for j in range(k + 1)]
+            outputs.append(self.run(k, rows.at(k, batch.feature_BTH), tokens))
+        return distilled(self, batch, rows, outputs, loss, measure)
 
     # ---- decoding ------------------------------------------------------------------------------------------
 
@@ -202,35 +187,3 @@ class HydraHead(MedusaHead):
 
         first_B1V = self.step_logits(0, self.run(0, feature_B1H, [root_B[:, None]]))
         return grow(root_B, first_B1V, policy, expand, lambda logits: logits, self.draft_ids, sampler)
-
-
-class _Aligned:
-    """A batch as R rows, one per teacher position that any head drafts, the same for all heads.
-
-    Column j of the grid [B, T + K - 1] is the teacher's feature f_{j+1}; head k drafts there from root p = j - k. So
-    the teacher's distribution is the same for all heads, and what none of them drafts is left out. Rows that a head
-    does not draft have weight 0; so has the padding at the end.
-    """
-
-    def __init__(self, batch: HeadBatch) -> None:
-        steps, rows, length = batch.weight_KBT.shape
-        self.batch, device = batch, batch.weight_KBT.device
-        weight_KBJ = torch.zeros(steps, rows, length + steps - 1, dtype=torch.bool, device=device)
-        for k in range(steps):
-            weight_KBJ[k, :, k : k + length] = batch.weight_KBT[k]
-        row_R, column_R = weight_KBJ.any(0).nonzero(as_tuple=True)
-        padding = -len(row_R) % _ROWS
-        self.row_R, self.column_R = F.pad(row_R, (0, padding)), F.pad(column_R, (0, padding))
-        wide = torch.promote_types(batch.feature_BTH.dtype, torch.float32)
-        self.weight_KR = F.pad(weight_KBJ[:, row_R, column_R].to(wide), (0, padding))
-        # teacher[k] holds f_{p+1+k}: the first one, then what the last one has beyond it
-        teacher = torch.cat([batch.teacher[0], batch.teacher[-1][:, length - (steps - 1) :]], 1)
-        self.teacher_RH = teacher[self.row_R, self.column_R]
-        label = torch.cat([batch.token_KBT[1], batch.token_KBT[-1][:, length - (steps - 1) :]], 1)
-        self.label_R = label[self.row_R, self.column_R]
-
-    def inputs(self, k: int) -> tuple[Tensor, list[Tensor]]:
-        """Features [R, H] and path tokens [R] (t_{p+1} .. t_{p+1+k}) that head k reads."""
-        root_R = (self.column_R - k).clamp(0, self.batch.weight_KBT.shape[2] - 1)
-        tokens = [self.batch.token_KBT[j][self.row_R, root_R] for j in range(k + 1)]
-        return self.batch.feature_BTH[self.row_R, root_R], tokens

@@ -5,10 +5,16 @@ from __future__ import annotations
 from heads.base import DraftHead
 from heads.config import HeadConfig
 from heads.eagle import EagleHead
+from heads.eagle3 import Eagle3Head
 from heads.kinds import kind_of
 from heads.medusa import HydraHead, MedusaHead
 
-HEADS: dict[str, type[DraftHead]] = {"eagle": EagleHead, "medusa": MedusaHead, "hydra": HydraHead}
+HEADS: dict[str, type[DraftHead]] = {
+    "eagle": EagleHead,
+    "eagle3": Eagle3Head,
+    "medusa": MedusaHead,
+    "hydra": HydraHead,
+}
 
 
 def build_head(config: HeadConfig) -> DraftHead:

@@ -182,7 +182,7 @@ def test_a_head_is_derived_and_runs(name: str) -> None:
     ids = torch.tensor([IDS])
     valid = torch.ones_like(ids, dtype=torch.bool)
     feature = target.features(ids, valid).clone()
-    batch = HeadBatch(feature, ids[None], (feature,), valid[None], valid)
+    batch = HeadBatch(feature, ids[None], (feature,), valid[None], valid, ((0, 0, ids.shape[1]),))
     out = head(batch, LossSpec(feature_weight=1.0, token_weight=0.1, step_decay=1.0), measure=True)
     out.loss_sum.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())

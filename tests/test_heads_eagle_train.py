@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from heads.base import HeadBatch, LossSpec, Needs
+from heads.base import HeadBatch, LossSpec, Needs, StepCounts
 from heads.eagle import EagleHead
 from tests.tiny import prompt_ids, tiny_head, tiny_target
 from tests.tiny_run import check_overfitting
@@ -60,8 +59,8 @@ def test_unroll_equals_a_chain_drafted_from_every_root(name: str) -> None:
     with torch.no_grad():
         unrolled = list(head.unroll(batch))
         for row, length in enumerate(lengths):
-            for root in range(length - steps - 1):
-                inputs = head.fuse(batch.token_KBT[0, row, : root + 1], batch.feature_BTH[row, : root + 1])
+            for root in range(1, length - steps - 1):  # the first one is not supervised, so nothing is made there
+                inputs = head.join(batch.token_KBT[0, row, : root + 1], batch.feature_BTH[row, : root + 1])[0]
                 for k in range(steps):
                     size = inputs.shape[0]
                     mask = torch.full((size, size), -torch.inf, dtype=torch.float64).triu(1)[None, None]
@@ -70,7 +69,7 @@ def test_unroll_equals_a_chain_drafted_from_every_root(name: str) -> None:
                     # fp64, but the library's norms round to fp32 inside, and the chain amplifies that
                     torch.testing.assert_close(unrolled[k][row, root], out, rtol=1e-3, atol=1e-4)
                     token = batch.token_KBT[min(k + 1, steps - 1), row, root]
-                    inputs = torch.cat([inputs, head.fuse(token[None], out[None])])
+                    inputs = torch.cat([inputs, head.join(token[None], out[None])[0]])
 
 
 def test_padding_changes_nothing() -> None:
@@ -87,6 +86,7 @@ def test_padding_changes_nothing() -> None:
             tuple(t[row : row + 1, :length] for t in generator_rows.teacher),
             generator_rows.weight_KBT[:, row : row + 1, :length],
             generator_rows.valid_BT[row : row + 1, :length],
+            ((0, 0, length),),
         )
         alone.append(head(cut, spec, measure=True))
     torch.testing.assert_close(both.loss_sum, alone[0].loss_sum + alone[1].loss_sum)
@@ -104,21 +104,19 @@ def test_only_the_head_is_trained_and_saved() -> None:
 
 
 def test_prefix_counts_are_products_along_the_root() -> None:
-    """A teacher that equals the head's own output at some steps only: the counts are known."""
-    target = tiny_target("llama")
-    head: Any = tiny_head(target)
-    batch = _batch(target, [14], 3, torch.float32)
-    with torch.no_grad():
-        outputs = list(head.unroll(batch))
-    teacher = [out.clone() for out in outputs]
-    teacher[1][:, ::2] *= -1.0  # step 1 disagrees at even roots
-    batch = dataclasses.replace(batch, teacher=tuple(teacher))
-    counts = head(batch, LossSpec(1.0, 1.0, 1.0), measure=True).counts
-    roots = [batch.weight_KBT[k][0].nonzero()[:, 0].tolist() for k in range(3)]
-    odd = [[p for p in r if p % 2] for r in roots]
-    assert int(counts["prefix/0"]) == len(roots[0])
-    assert int(counts["prefix/1"]) == len(odd[1]) == int(counts["match/1"])
-    assert int(counts["prefix/2"]) == len(odd[2]) < len(roots[2]) == int(counts["match/2"])
+    weight_KBT = torch.zeros(3, 1, 9, dtype=torch.bool)
+    weight_KBT[0, 0, 1:7] = weight_KBT[1, 0, 1:6] = weight_KBT[2, 0, 1:5] = True
+    counts = StepCounts(weight_KBT)
+    zero = torch.zeros(())
+    hits = ([1, 1, 0, 1, 0, 1], [1, 0, 1, 1, 1], [1, 1, 1, 0])  # of roots 1..6, 1..5, 1..4
+    for step, hit in enumerate(hits):
+        counts.add(step, torch.tensor(hit, dtype=torch.bool), zero, zero)
+    named = {name: int(value) for name, value in counts.finish().items()}
+    assert [named[f"match/{k}"] for k in range(3)] == [4, 4, 3]
+    assert [named[f"prefix/{k}"] for k in range(3)] == [4, 2, 1]
+    assert [named[f"tried/{k}"] for k in range(3)] == [6, 3, 2]
+    # Root 1 accepts 3 and a bonus token: the next one is 5, which accepts none, then 6, where only the last is left.
+    assert (named["rounds"], named["emitted"]) == (3, 6)
 
 
 @pytest.mark.parametrize(("name", "unroll"), [("llama", 1), ("llama", 3), ("llama_tied", 1), ("qwen2", 1), ("gpt2", 1)])
@@ -129,3 +127,11 @@ def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int
     """
     target = tiny_target(name)
     check_overfitting(name, target, tiny_head(target), LossSpec(1.0, 1.0, 0.8), draft_steps=unroll, lr=3e-3, steps=400)
+
+
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}, {"projection": "shared"}])
+def test_eagle3_overfits_too(options: dict[str, Any]) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target, kind="eagle3", **options)
+    head.init_from_target()
+    check_overfitting("llama", target, head, LossSpec(0.0, 1.0, 0.8), draft_steps=4, lr=3e-3, steps=400)

@@ -67,7 +67,7 @@ def test_scores_are_those_of_training(kind: str, projection: str, policy: TreePo
         given = torch.tensor(drafted)[:, None, None]
         weight = torch.ones(len(drafted) - 1, 1, 1, dtype=torch.bool)
         feature = features[:, 13:14]
-        batch = HeadBatch(feature, given, (feature,) * (len(drafted) - 1), weight, weight[0])
+        batch = HeadBatch(feature, given, (feature,) * (len(drafted) - 1), weight, weight[0], ())
         want = 0.0
         for k, output in enumerate(head.unroll(batch)):
             want += head.step_logits(k, output)[0, 0].log_softmax(-1)[drafted[k + 1]].item()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from heads.base import DraftHead, LossSpec, Needs, TreePolicy
+from heads.base import DraftHead, LossSpec, TreePolicy
 from heads.target import TargetAdapter
 from infer.engine import decode_speculative
 from infer.stopping import StopRule
@@ -84,8 +84,9 @@ def check_overfitting(
     assert len(set(answer)) > 10
     ids = prompt + answer
     row = TokenRow("r", tuple(ids), ((len(prompt), len(ids)),), "t")
-    hidden = target.hidden_states(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).clone()
-    batch = make_batch([row], [hidden[0]], draft_steps, Needs())
+    target.tap(head.needs.taps)
+    columns = target.features(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool), head.needs.taps).clone()
+    batch = make_batch([row], [columns[0]], draft_steps, head.needs)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)

@@ -16,6 +16,7 @@ token of an answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,33 +46,42 @@ def make_batch(
     steps: int,
     needs: Needs,
     *,
+    packed: int | None = None,
     noise: float = 0.0,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> HeadBatch:
-    """Pads rows on the right and applies the shifts.
+    """Pads rows on the right, or packs them into one, and applies the shifts.
 
     Args:
         features: [L, H * (1 + taps)] per row: the target's feature, then the tapped layers, as cached.
         needs: which of those columns the head reads.
+        packed: one behind the other in a single row of at least so many positions; None: a row each. Shifted views then
+            cross from one text into the next, but only where nothing is supervised and no other root looks.
         noise: half-width of the uniform noise added to the input features (EAGLE, section 4.1: U(-0.1, 0.1)).
         dtype: of the features in the batch; default: as stored.
     """
-    width = padded_width(max(len(row.input_ids) for row in rows))
-    batch, columns = len(rows), features[0].shape[-1]
+    lengths = [len(row.input_ids) for row in rows]
+    if packed is None:
+        batch, width = len(rows), padded_width(max(lengths))
+        documents = [(i, 0, length) for i, length in enumerate(lengths)]
+    else:
+        batch, width = 1, padded_width(max(packed, sum(lengths)))
+        ends = list(accumulate(lengths))
+        documents = [(0, end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    columns = features[0].shape[-1]
     hidden = columns // (1 + len(needs.taps))
     # `steps` spare positions behind the end, so that every shifted view has the same length
     ids = torch.zeros(batch, width + steps + 1, dtype=torch.long)
     feature = torch.zeros(batch, width + steps + 1, columns, dtype=dtype or features[0].dtype)
     valid = torch.zeros(batch, width, dtype=torch.bool)
     weight = torch.zeros(steps, batch, width, dtype=torch.bool)
-    for i, (row, f) in enumerate(zip(rows, features, strict=True)):
-        length = len(row.input_ids)
-        ids[i, :length] = torch.tensor(row.input_ids)
-        feature[i, :length] = f
-        valid[i, :length] = True
-        weight[:, i, :length] = supervised_mask(row, steps)
+    for row, f, (i, start, end) in zip(rows, features, documents, strict=True):
+        ids[i, start:end] = torch.tensor(row.input_ids)
+        feature[i, start:end] = f
+        valid[i, start:end] = True
+        weight[:, i, start:end] = supervised_mask(row, steps)
     feature = feature.to(device)
     read = feature[:, :width] if needs.features else feature[:, :width, hidden:]
     noise_BTH = None
@@ -84,38 +94,64 @@ def make_batch(
         teacher=tuple(feature[:, 1 + k : 1 + k + width, :hidden] for k in range(steps)),
         weight_KBT=weight.to(device),
         valid_BT=valid.to(device),
+        documents=tuple(documents),
         noise_BTH=noise_BTH,
     )
 
 
-def plan_batches(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Row indices per batch for one epoch: shuffled, then grouped by similar length so that little is padding.
+def plan_batches(
+    lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int, packed: bool = False
+) -> list[list[int]]:
+    """Row indices per batch for one epoch: shuffled, then put together, some hundred at a time, to waste little.
 
-    A batch holds at most `tokens_per_batch` padded tokens, or one row that is longer than that.
+    A batch holds at most `tokens_per_batch` tokens, or one row that is longer than that. Rows that are padded are
+    grouped by length; rows that are packed are fitted into the batches longest first (first-fit decreasing).
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
     mean = max(1.0, sum(lengths) / len(lengths))
-    pool = max(1, round(16 * tokens_per_batch / mean))  # rows sorted together: 16 batches
+    pool = max(1, round(16 * tokens_per_batch / mean))  # rows put together: 16 batches
     batches: list[list[int]] = []
     for start in range(0, len(order), pool):
-        current: list[int] = []
-        for index in sorted(order[start : start + pool], key=lambda i: lengths[i]):
-            if current and (len(current) + 1) * padded_width(lengths[index]) > tokens_per_batch:
-                batches.append(current)
-                current = []
-            current.append(index)
-        batches.append(current)
+        some = sorted(order[start : start + pool], key=lambda i: lengths[i])
+        if packed:
+            batches += _fit(some[::-1], lengths, tokens_per_batch)
+        else:
+            batches += _similar(some, lengths, tokens_per_batch)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
+def _similar(indices: Sequence[int], lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Consecutive rows, as many as fit when padded to the longest of them."""
+    batches: list[list[int]] = [[]]
+    for index in indices:
+        if batches[-1] and (len(batches[-1]) + 1) * padded_width(lengths[index]) > room:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def _fit(indices: Sequence[int], lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Each row into the first batch that has room for it."""
+    batches: list[list[int]] = []
+    left: list[int] = []
+    for index in indices:
+        place = next((i for i, free in enumerate(left) if free >= lengths[index]), len(batches))
+        if place == len(batches):
+            batches.append([])
+            left.append(room)
+        batches[place].append(index)
+        left[place] -= lengths[index]
+    return batches
+
+
 def batch_stream(
-    lengths: Sequence[int], tokens_per_batch: int, seed: int, skip: int = 0
+    lengths: Sequence[int], tokens_per_batch: int, seed: int, skip: int = 0, packed: bool = False
 ) -> Iterator[tuple[float, list[int]]]:
     """Endless (epochs finished after this batch, row indices); `skip` batches are left out at the start."""
     epoch = 0
     while True:
-        batches = plan_batches(lengths, tokens_per_batch, seed, epoch)
+        batches = plan_batches(lengths, tokens_per_batch, seed, epoch, packed)
         for number, batch in enumerate(batches, 1):
             if skip:
                 skip -= 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from heads.kinds import kind_of
+from heads.kinds import DIVERGENCES, kind_of
 from train.typed_yaml import apply_overrides, from_dict, parse_yaml
 
 T = TypeVar("T")
@@ -53,7 +53,11 @@ class HeadOptions:
     draft_vocab: int | None = None  # propose only that many frequent tokens; null: the whole vocabulary
     heads: int | None = None  # Medusa, Hydra: tokens drafted side by side
     blocks: int | None = None  # Medusa, Hydra: residual blocks of each head
-    projection: Literal["shared", "own"] | None = None  # the target's LM head, or one per head started from its rows
+    projection: Literal["shared", "own"] | None = None  # the target's LM head, or own ones started from its rows
+    taps: tuple[int, ...] | None = None  # EAGLE-3: target layers whose outputs are read; null: 1, n / 2 - 1, n - 4
+    fc_norm: bool | None = None  # EAGLE-3: norm each of them first
+    norm_output: bool | None = None  # EAGLE-3: the next draft starts from the normed output
+    norm_before_residual: bool | None = None  # EAGLE-3: the residual is the normed hidden state
     init_from: str | None = None  # a trained head of the same form to start from
 
     def __post_init__(self) -> None:
@@ -76,6 +80,7 @@ class DataConfig:
     path: str | None = None  # JSONL; null: self-synthesis
     answers: Literal["keep", "regenerate"] = "keep"  # only with path
     work_dir: str = "runs/data"
+    also: tuple[str, ...] = ()  # further finished work_dirs of the same target: their rows are mixed in
     max_length: int = 768  # tokens per row; longer rows are cut
     prompt_tokens: int = 160  # longest invented prompt
     answer_tokens: int = 384  # longest new answer
@@ -102,6 +107,8 @@ class DataConfig:
             '"keep" when data.path is not set (there are no given answers to replace)',
         )
         _require(bool(self.work_dir.strip()), "data.work_dir", self.work_dir, "a directory")
+        folders = [Path(folder) for folder in (self.work_dir, *self.also)]
+        _require(len(set(folders)) == len(folders), "data.also", self.also, "other directories than data.work_dir")
         _require(
             self.prompt_tokens < self.max_length,
             "data.prompt_tokens",
@@ -122,7 +129,8 @@ class LossConfig:
     """Weights and shape of the training loss. null: the kind's own default, where it has such a setting."""
 
     feature_weight: float | None = None  # smooth L1 on hidden states
-    token_weight: float | None = None  # soft cross-entropy on logits
+    token_weight: float | None = None  # the divergence between target and draft
+    divergence: str | None = None  # which one: see heads/divergences.py
     hard_weight: float | None = None  # share of the text's own token in what is learnt; the rest is the target's law
     noise: float | None = None  # half-width of the uniform noise on input features
     unroll_steps: int | None = None  # draft steps trained on the head's own output
@@ -134,6 +142,7 @@ class LossConfig:
             value = getattr(self, name)
             _require(value is None or ok(value), f"loss.{name}", value, expected)
 
+        check("divergence", lambda value: value in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         for name in ("feature_weight", "token_weight", "noise"):
             check(name, lambda value: value >= 0, "0 or more")
         check("hard_weight", lambda value: 0 <= value <= 1, "0 to 1")

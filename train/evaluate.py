@@ -12,15 +12,16 @@ from accelerate import Accelerator
 from heads.base import LossSpec
 from train.batching import make_batch, plan_batches
 from train.conversations import TokenRow
-from train.feature_cache import FeatureCache
+from train.feature_cache import Features
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Figures over the supervised roots of the held-out rows.
 
-    accept_length: simulated tau of a chain, 1 + mean over roots of the number of leading steps whose argmax agrees
-        with the target's: the mean of the cumulative product, not the product of means.
+    accept_length: simulated tau of a chain of drafts: the answers are decoded again with it, round by round, a draft
+        being accepted if it is the target's argmax there (`heads.base.replay`). That is the decoder's own tau on such a
+        text; the mean over all roots would count easy stretches, through which decoding takes few rounds, too often.
     accuracy[k]: share of supervised positions of step k that agree, whatever happened before.
     conditional[k]: the same among roots whose steps before k all agreed.
     """
@@ -42,7 +43,7 @@ def summarise(counts: dict[str, float], steps: int) -> Evaluation:
     prefix = [counts[f"prefix/{k}"] for k in range(steps)]
     tried = [counts[f"tried/{k}"] for k in range(steps)]
     return Evaluation(
-        accept_length=1.0 + sum(prefix) / max(roots, 1.0),
+        accept_length=counts["emitted"] / max(counts["rounds"], 1.0),
         accuracy=[counts[f"match/{k}"] / max(counts[f"positions/{k}"], 1.0) for k in range(steps)],
         conditional=[a / max(b, 1.0) for a, b in zip(prefix, tried, strict=True)],
         feature_loss=counts["feature_loss/0"] / max(roots, 1.0),
@@ -55,7 +56,7 @@ def summarise(counts: dict[str, float], steps: int) -> Evaluation:
 def evaluate(
     head: torch.nn.Module,
     rows: Sequence[TokenRow],
-    features: FeatureCache | Sequence[torch.Tensor],
+    features: Features | Sequence[torch.Tensor],
     depth: int,
     tokens_per_batch: int,
     accelerator: Accelerator,
@@ -65,9 +66,9 @@ def evaluate(
     was_training = head.training
     head.eval()
     totals: dict[str, torch.Tensor] = {}
-    batches = plan_batches([len(r.input_ids) for r in rows], tokens_per_batch, 0, 0)
+    batches = plan_batches([len(r.input_ids) for r in rows], tokens_per_batch, 0, 0, packed=True)
     loss = LossSpec(1.0, 1.0, 1.0)
-    names: list[str] = []
+    names = ["rounds", "emitted"]
     for k in range(depth):
         names += [f"{n}/{k}" for n in ("feature_loss", "token_loss", "positions", "match", "tried", "prefix")]
     for indices in batches[accelerator.process_index :: accelerator.num_processes]:
@@ -76,6 +77,7 @@ def evaluate(
             [features[i] for i in indices],
             depth,
             accelerator.unwrap_model(head).needs,
+            packed=tokens_per_batch,
             dtype=dtype,
             device=accelerator.device,
         )

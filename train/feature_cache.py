@@ -11,7 +11,9 @@ import hashlib
 import os
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,24 @@ class FeatureCache:
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+class JoinedFeatures:
+    """Several caches as one: the rows of the first, then those of the next."""
+
+    def __init__(self, parts: Sequence[FeatureCache]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __getitem__(self, index: int) -> Tensor:
+        number = bisect_right(self._ends, index)
+        return self._parts[number][index - (self._ends[number - 1] if number else 0)]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+
+Features = FeatureCache | JoinedFeatures
 
 
 def cache_key(target: TargetAdapter, rows: Sequence[TokenRow], taps: Sequence[int]) -> dict[str, Any]:

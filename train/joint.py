@@ -27,7 +27,7 @@ from heads.losses import chunk_rows, soft_ce_sum
 from heads.target import TargetAdapter
 from heads.topk import argmax_of
 from train.conversations import TokenRow
-from train.feature_cache import FeatureCache, feature_batches, padded_rows
+from train.feature_cache import Features, feature_batches, padded_rows
 
 # ---- the trainable target ----------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ def adapted_features(adapted: LoraTarget | TargetAdapter, rows: Sequence[TokenRo
 def target_drift(
     target: TargetAdapter,
     rows: Sequence[TokenRow],
-    base_features: FeatureCache | Sequence[Tensor],
+    base_features: Features | Sequence[Tensor],
     features: Sequence[Tensor],
 ) -> TargetDrift:
     """From features of the original and of the adapted target; no further pass.

@@ -74,7 +74,7 @@ def _run(session: Session, progress: Progress, out: Path) -> None:
     metrics = MetricsFile(out / "metrics.jsonl", progress.step, accelerator.is_main_process)
     lengths = [len(row.input_ids) for row in session.rows.train]
     world, rank = accelerator.num_processes, accelerator.process_index
-    stream = batch_stream(lengths, config.train.tokens_per_batch, config.train.seed, progress.batches)
+    stream = batch_stream(lengths, config.train.tokens_per_batch, config.train.seed, progress.batches, _packed(config))
     started, earlier = time.perf_counter(), progress.seconds
     window = _Window()
     session.head.train()
@@ -113,6 +113,11 @@ def _run(session: Session, progress: Progress, out: Path) -> None:
         _evaluate(session, progress, metrics, out)
     progress.finished = True
     save_state(accelerator, out / _CHECKPOINTS, progress, config.train.keep_checkpoints)
+
+
+def _packed(config: RunConfig) -> bool:
+    """Whether rows are packed; a target that is trained, too, runs on padded ones."""
+    return config.joint.start is None
 
 
 def _steps(session: Session, share: float) -> int:
@@ -217,6 +222,7 @@ def _batches(
                 [session.train_features[i] for i in indices],
                 unroll,
                 session.bare_head.needs,
+                packed=config.train.tokens_per_batch if _packed(config) else None,
                 noise=config.loss.noise or 0.0,
                 generator=generator,
                 dtype=session.dtype,

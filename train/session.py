@@ -22,10 +22,10 @@ from infer.prefill import check_length
 from infer.probe import require_tree
 from train.config import RunConfig
 from train.conversations import TokenRow
-from train.feature_cache import FeatureCache, build_feature_cache
+from train.feature_cache import Features, JoinedFeatures, build_feature_cache
 from train.optim import add_group, build_optimizer
 from train.regenerate import load_target, usable_cores
-from train.stage import Rows, prepare_rows, read_stage
+from train.stage import Rows, prepare_rows, read_further, read_stage
 from train.together import Together
 
 
@@ -39,8 +39,8 @@ class Session:
     head: torch.nn.Module  # as accelerate wrapped it
     optimizer: Any
     rows: Rows
-    train_features: FeatureCache
-    held_features: FeatureCache
+    train_features: Features
+    held_features: Features
     dtype: torch.dtype
     log: Callable[[str], None]
     joint: Together | None = None
@@ -93,16 +93,19 @@ def prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], No
         raise ValueError(f"target.device is {device!r}, but training runs on {accelerator.device}; use auto")
     if accelerator.num_processes > 1 and read_stage(config) is None:
         raise ValueError("data.work_dir: not prepared; with several processes run scripts/make_conversations.py first")
-    rows = prepare_rows(config, device, log)
-    held_out = rows.held_out[: config.eval.max_rows]
-    rows = Rows(rows.train, held_out, rows.record)
+    sources = [prepare_rows(config, device, log), *read_further(config)]
+    share = -(-config.eval.max_rows // len(sources))
+    sources = [replace(source, held_out=source.held_out[:share]) for source in sources]
+    rows = _joined(sources)
+    if config.data.also:
+        log(f"data: {len(rows.train)} training and {len(rows.held_out)} held-out rows with those of data.also")
     target, _ = load_target(config.target, device)
     check_length(target, config.data.max_length, "data.max_length")
     target.check_head_path()
     require_tree(target)
     head = _build_head(config, target, rows.train, log)
     target.tap(head.needs.taps)
-    train_features, held_features = _features(config, accelerator, target, rows, head.needs.taps, log)
+    train_features, held_features = _features(config, accelerator, target, sources, head.needs.taps, log)
     log(
         f"head: {config.head.kind}, {trainable_parameters(head):,} trainable parameters; "
         f"{accelerator.num_processes} process(es), {accelerator.device}, {torch.get_num_threads()} threads, "
@@ -154,8 +157,9 @@ def _build_head(
     head = build_head(wanted).to(target.head_device)
     if size is not None:
         counts = token_counts([row.input_ids[a:b] for row in rows for a, b in row.spans], target.vocab_size)
-        head.draft_token_ids.copy_(frequent_tokens(counts, size))
-        share = coverage(counts, head.draft_token_ids.cpu())
+        ids = frequent_tokens(counts, size)
+        head.set_draft_vocab(ids.to(target.head_device))
+        share = coverage(counts, ids)
         log(f"head: draft vocabulary of {size} tokens, {share:.2%} of the training answers' tokens")
     head.bind(target)
     head.init_from_target()
@@ -166,22 +170,34 @@ def _features(
     config: RunConfig,
     accelerator: Accelerator,
     target: TargetAdapter,
-    rows: Rows,
+    sources: Sequence[Rows],
     taps: Sequence[int],
     log: Callable[[str], None],
-) -> tuple[FeatureCache, FeatureCache]:
-    """Rank 0 writes both caches, then every rank opens them."""
-    folder = Path(config.data.work_dir)
-    places = (
-        (rows.train, folder / "features_train"),
-        (rows.held_out, folder / f"features_held_out_{len(rows.held_out)}"),
-    )
+) -> tuple[Features, Features]:
+    """Rank 0 writes the caches of every source, of both sides, then every rank opens them."""
+    kind = "".join(f"_{k}" for k in ("taps", *taps)) if taps else ""  # heads that read other layers have their own
+    places = []
+    for source, folder in zip(sources, (config.data.work_dir, *config.data.also), strict=True):
+        places.append((source.train, Path(folder) / f"features_train{kind}"))
+        places.append((source.held_out, Path(folder) / f"features_held_out_{len(source.held_out)}{kind}"))
     if accelerator.is_main_process:
         for some, place in places:
             build_feature_cache(target, some, place, taps, log)
     accelerator.wait_for_everyone()
-    train, held = (build_feature_cache(target, some, place, taps, log) for some, place in places)
-    return train, held
+    parts = [build_feature_cache(target, some, place, taps, log) for some, place in places]
+    if len(sources) == 1:
+        return parts[0], parts[1]
+    return JoinedFeatures(parts[::2]), JoinedFeatures(parts[1::2])
+
+
+def _joined(sources: Sequence[Rows]) -> Rows:
+    if len(sources) == 1:
+        return sources[0]
+    return Rows(
+        [row for source in sources for row in source.train],
+        [row for source in sources for row in source.held_out],
+        {"sources": [source.record for source in sources]},
+    )
 
 
 def _embedding_scale(target: TargetAdapter, rows: Sequence[TokenRow]) -> float:

@@ -86,6 +86,27 @@ def read_stage(config: RunConfig) -> Rows | None:
     return Rows(read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT), record)
 
 
+def read_further(config: RunConfig) -> list[Rows]:
+    """The finished stages in data.also.
+
+    Raises:
+        ValueError: one is not finished, or was made by another target.
+    """
+    found = []
+    key = stage_key(config)
+    for folder in config.data.also:
+        path = Path(folder) / _STAGE
+        if not path.is_file():
+            raise ValueError(f"data.also: {folder} holds no {_STAGE}; expected a data.work_dir with finished rows")
+        record = json.loads(path.read_text())
+        wanted = {name: value for name, value in key.items() if name.startswith("target.")}
+        wrong = differences({name: record["key"].get(name) for name in wanted}, wanted)
+        if wrong:
+            raise ValueError(f"data.also: {folder} holds rows of another target ({wrong}); leave it out")
+        found.append(Rows(read_rows(Path(folder) / _TRAIN), read_rows(Path(folder) / _HELD_OUT), record))
+    return found
+
+
 def read_held_out(work_dir: str | Path, target: str) -> list[TokenRow]:
     """The held-out rows of a finished stage for this target, whatever its other settings were.
 

@@ -24,7 +24,7 @@ from heads.base import HeadBatch
 from heads.target import TargetAdapter
 from train.config import JointConfig
 from train.conversations import TokenRow
-from train.feature_cache import FeatureCache, padded_rows
+from train.feature_cache import Features, padded_rows
 from train.joint import (
     LoraTarget,
     TargetDrift,
@@ -97,7 +97,7 @@ class Together:
         self._window = [0.0, 0.0]
         return {"target_kl": round(kl / max(positions, 1.0), 6)}
 
-    def measure(self, rows: Sequence[TokenRow], base: FeatureCache) -> list[Tensor]:
+    def measure(self, rows: Sequence[TokenRow], base: Features) -> list[Tensor]:
         """Measures the drift and returns the adapted target's features of every row, which heads are evaluated on."""
         features = adapted_features(self.lora, rows)
         self.drift = target_drift(self.lora.target, rows, base, features)
