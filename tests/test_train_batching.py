@@ -50,6 +50,40 @@ def test_every_index_of_a_batch(steps: int) -> None:
                     assert batch.teacher[k][i, p, 2] == 100 * i + p + 1 + k
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_packed_rows_are_the_rows(steps: int) -> None:
+    """Every supervised root has what it has in a row of its own, and documents say where the rows lie."""
+    rows = [
+        TokenRow("a", tuple(range(7)), ((2, 7),), "t"),
+        TokenRow("b", tuple(range(100, 105)), ((1, 3), (3, 5)), "t"),
+        TokenRow("c", tuple(range(200, 212)), ((5, 12),), "t"),
+    ]
+    features = [torch.tensor(row.input_ids, dtype=torch.float32)[:, None].repeat(1, 3) for row in rows]
+    apart = make_batch(rows, features, steps, Needs())
+    packed = make_batch(rows, features, steps, Needs(), packed=40)
+    assert packed.valid_BT.shape == (1, 64) and packed.valid_BT.sum() == 24
+    assert packed.documents == ((0, 0, 7), (0, 7, 12), (0, 12, 24))
+    assert packed.position_BT[0, :24].tolist() == [*range(7), *range(5), *range(12)]
+    for (_, start, end), row in zip(packed.documents, range(3), strict=True):
+        size = end - start
+        assert torch.equal(packed.weight_KBT[:, 0, start:end], apart.weight_KBT[:, row, :size])
+        for k in range(steps):
+            seen = apart.weight_KBT[k, row, :size]
+            assert torch.equal(packed.token_KBT[k, 0, start:end][seen], apart.token_KBT[k, row, :size][seen])
+            assert torch.equal(packed.token_KBT[k + 1, 0, start:end][seen], apart.token_KBT[k + 1, row, :size][seen])
+            assert torch.equal(packed.teacher[k][0, start:end][seen], apart.teacher[k][row, :size][seen])
+
+
+def test_packed_plan_holds_every_row_once_and_wastes_little() -> None:
+    lengths = torch.randint(20, 300, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    batches = plan_batches(lengths, 1024, seed=3, epoch=1, packed=True)
+    assert sorted(index for batch in batches for index in batch) == list(range(500))
+    sizes = [sum(lengths[i] for i in batch) for batch in batches]
+    assert max(sizes) <= 1024 and sum(sizes) > 0.95 * 1024 * len(batches)
+    assert batches != plan_batches(lengths, 1024, seed=3, epoch=2, packed=True)
+    assert sorted(map(sorted, plan_batches([10, 500, 10], 64, 0, 0, packed=True))) == [[0, 2], [1]]
+
+
 def test_noise_is_uniform_and_seeded() -> None:
     row = TokenRow("r", tuple(range(200)), ((1, 200),), "t")
     feature = [torch.zeros(200, 50)]

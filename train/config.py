@@ -186,6 +186,8 @@ class TrainConfig:
     eval_every: int = 200  # steps
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
+    patience: int | None = None  # stop after so many evaluations without a longer accept length
+    gradient_checkpointing: bool = False  # EAGLE: less memory, a third more arithmetic
     seed: int = 0
     resume: Literal["auto", "never", "must"] = "auto"
     threads: int = 0  # CPU threads per process; 0: the cores shared among the machine's processes
@@ -210,6 +212,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name}", value, "1 or more")
+        _require(self.patience is None or self.patience >= 1, "train.patience", self.patience, "1 or more, or null")
         _require(bool(self.output_dir.strip()), "train.output_dir", self.output_dir, "a directory")
         _require(self.seed >= 0, "train.seed", self.seed, "0 or more")
         _require(self.threads >= 0, "train.threads", self.threads, "0 (all cores) or more")
@@ -221,10 +224,12 @@ class EvalConfig:
 
     depth: int = 5  # draft steps measured
     max_rows: int = 64
+    check_prompts: int = 4  # decoded at the end: the real accept length must be near the simulated one; 0: no check
 
     def __post_init__(self) -> None:
         _require(self.depth >= 1, "eval.depth", self.depth, "1 or more")
         _require(self.max_rows >= 1, "eval.max_rows", self.max_rows, "1 or more")
+        _require(self.check_prompts >= 0, "eval.check_prompts", self.check_prompts, "0 or more")
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,12 @@ class RunConfig:
             "loss.token_weight",
             self.loss.token_weight,
             "above 0 when no other loss is on",
+        )
+        _require(
+            "unroll_steps" in kind.loss or not self.train.gradient_checkpointing,
+            "train.gradient_checkpointing",
+            self.train.gradient_checkpointing,
+            f"false: heads of kind {self.head.kind!r} are not unrolled",
         )
         _require(
             self.joint.start is None or kind.joint,

@@ -23,7 +23,10 @@ from train.evaluate import Evaluation, evaluate
 from train.files import write_text
 from train.optim import learning_rate, progress_of
 from train.provenance import provenance
+from train.report import HTML as REPORT
+from train.report import write_report
 from train.resume import RUN_YAML, Progress, check_output, load_state, read_progress, save_state
+from train.served import check_served
 from train.session import Session, build_accelerator, prepare
 from train.tracking import MetricsFile
 from train.typed_yaml import dump_yaml
@@ -42,7 +45,7 @@ def train(config: RunConfig) -> Path:
     log: Callable[[str], None] = accelerator.print
     out = Path(config.train.output_dir)
     before = read_progress(out / _CHECKPOINTS)
-    if before is not None and before.finished and _limit_reached(config, before):
+    if before is not None and before.finished and (_limit_reached(config, before) or _patience_lost(config, before)):
         log(f"train: {out} is finished (step {before.step}); the best head is in {out / _BEST}")
         return out / _BEST
     if accelerator.is_main_process and out.is_dir():
@@ -53,13 +56,18 @@ def train(config: RunConfig) -> Path:
         log(f"train: going on at step {progress.step} ({progress.seconds / 60:.1f} min done)")
     _run(session, progress, out)
     log(f"train: best simulated accept length {progress.best_accept_length:.3f} at step {progress.best_step}")
-    log(f"train: the best head is in {out / _BEST}, metrics in {out / 'metrics.jsonl'}")
+    log(f"train: the best head is in {out / _BEST}, the report in {out / REPORT}, metrics in {out / 'metrics.jsonl'}")
     # DDP's reducer must not hold the last reference to the process group: it would destroy it under the interpreter's
     # lock, which a thread of gloo may be waiting for to let go of the last barrier (seen as a hang after the end).
     del session
     accelerator.free_memory()
     accelerator.end_training()
     return out / _BEST
+
+
+def _patience_lost(config: RunConfig, progress: Progress) -> bool:
+    waited, patience = progress.step - progress.best_step, config.train.patience
+    return patience is not None and progress.best_step >= 0 and waited >= patience * config.train.eval_every
 
 
 def _limit_reached(config: RunConfig, done: Progress) -> bool:
@@ -105,6 +113,10 @@ def _run(session: Session, progress: Progress, out: Path) -> None:
         if progress.step % config.train.eval_every == 0:
             _evaluate(session, progress, metrics, out)
             window.restart()
+            if _patience_lost(config, progress):
+                session.log(f"train: stops early, the best accept length was at step {progress.best_step}")
+                metrics.write(progress, {"early_stop": True})
+                break
         if progress.step % config.train.save_every == 0:
             progress.seconds = earlier + time.perf_counter() - started
             save_state(accelerator, out / _CHECKPOINTS, progress, config.train.keep_checkpoints)
@@ -113,6 +125,19 @@ def _run(session: Session, progress: Progress, out: Path) -> None:
         _evaluate(session, progress, metrics, out)
     progress.finished = True
     save_state(accelerator, out / _CHECKPOINTS, progress, config.train.keep_checkpoints)
+    _check_best(session, progress, metrics, out)
+
+
+def _check_best(session: Session, progress: Progress, metrics: MetricsFile, out: Path) -> None:
+    """The real accept length of the best head, on rank 0; raises ValueError where it is not what was simulated."""
+    rows = session.rows.held_out[: session.config.eval.check_prompts]
+    if rows and session.accelerator.is_main_process:
+        found = check_served(session.target, out / _BEST, rows, session.config.eval.depth)
+        if found is not None:
+            session.log(f"check: accept length of the best head, {len(rows)} held-out prompts: {found}")
+            metrics.write(progress, {"served/real": found.real, "served/simulated": found.simulated})
+            write_report(out)
+    session.accelerator.wait_for_everyone()
 
 
 def _packed(config: RunConfig) -> bool:
@@ -254,6 +279,8 @@ def _evaluate(session: Session, progress: Progress, metrics: MetricsFile, out: P
     if joint is not None and joint.drift is not None:
         metrics.write(progress, {f"drift/{name}": value for name, value in joint.drift.to_dict().items()})
         session.log(f"joint: {joint.drift}")
+    if session.accelerator.is_main_process:
+        write_report(out)
     accuracy = " ".join(f"{a:.3f}" for a in result.accuracy)
     session.log(
         f"eval: step {progress.step}, simulated accept length (chain of {len(result.accuracy)}) "

@@ -15,6 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from heads.base import DraftHead, trainable_parameters
 from heads.checkpoint import load_head
 from heads.config import HeadConfig
+from heads.drafter import HiddenStateDrafter
 from heads.registry import build_head
 from heads.target import TargetAdapter
 from heads.vocab import coverage, frequent_tokens, token_counts
@@ -105,6 +106,8 @@ def prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], No
     require_tree(target)
     head = _build_head(config, target, rows.train, log)
     target.tap(head.needs.taps)
+    if isinstance(head, HiddenStateDrafter):
+        head.checkpointing = config.train.gradient_checkpointing
     train_features, held_features = _features(config, accelerator, target, sources, head.needs.taps, log)
     log(
         f"head: {config.head.kind}, {trainable_parameters(head):,} trainable parameters; "

@@ -26,7 +26,12 @@ class MetricsFile:
 
     def write(self, progress: Progress, values: dict[str, Any]) -> None:
         if self.enabled:
-            row = {"step": progress.step, "seconds": round(progress.seconds, 2), **values}
+            row = {
+                "step": progress.step,
+                "seconds": round(progress.seconds, 2),
+                "supervised": progress.supervised,
+                **values,
+            }
             with self.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
