@@ -34,13 +34,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Weights of the training loss; see `heads.losses`. Step k counts step_decay ** k."""
+    """The training loss: weights of its parts, step k counting step_decay ** k; see `heads.training`.
+
+    compiled: see `heads.losses.distil`.
+    """
 
     feature_weight: float
     token_weight: float
     step_decay: float
     hard_weight: float = 0.0
     divergence: str = "soft_ce"
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,13 +289,17 @@ class DraftHead(nn.Module, ABC):
         """From outputs of training step `step`, as `normed` leaves them, to logits over the draft vocabulary."""
         return Projection(self.draft_logits)
 
+    def projections(self, steps: int) -> list[Projection]:
+        """Of all steps; one and the same object where it is the same for all."""
+        return [self.projection(0)] * steps
+
     def normed(self, output: Tensor) -> Tensor:
         """What a head does to its outputs before they are projected."""
         return output
 
     def step_logits(self, step: int, output: Tensor) -> Tensor:
         """Logits over the draft vocabulary of the output of training step `step`."""
-        return self.projection(step).logits_of(self.normed(output))
+        return self.projection(step)(self.normed(output))
 
     def best_draft(self, output_RH: Tensor, step: int = 0) -> Tensor:
         """Target id of the first proposal per position, [R], from outputs of training step `step`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -123,4 +124,4 @@ class Eagle3Head(HiddenStateDrafter):
     def projection(self, step: int) -> Projection:
         if not self.config.own_projection:
             return super().projection(step)
-        return Projection(lambda x: self.target.scale_logits(self.lm_head(x)), (self.lm_head.weight,))
+        return Projection(lambda x, w: self.target.scale_logits(F.linear(x, w)), (self.lm_head.weight,))

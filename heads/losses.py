@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
+from heads.divergences import DIVERGENCES
 from heads.topk import argmax_of
 
 LogitsOf = Callable[[Tensor], Tensor]  # features [r, H] to logits [r, V]
@@ -37,10 +40,10 @@ def soft_ce_sum(feature_RH: Tensor, teacher_RH: Tensor, logits_of: LogitsOf) -> 
     """Soft cross-entropy of the draft's token distribution against the target's, summed over R positions (nats).
 
     EAGLE (arXiv 2401.15077, section 3.2): L_cls = CE(softmax(LMHead(f)), softmax(LMHead(f_draft))), that is
-    -sum_v p_v log q_v; both through the same frozen LM head. See `distil_sums`.
+    -sum_v p_v log q_v; both through the same frozen LM head. See `distil`.
     """
     weight_1R = _wide(feature_RH.detach()).new_ones(1, len(feature_RH))
-    return distil_sums([feature_RH], weight_1R, Teacher(teacher_RH, logits_of), [Projection(logits_of)])[0]
+    return distil([feature_RH], weight_1R, Teacher(teacher_RH, logits_of), [Projection(logits_of)]).total
 
 
 @dataclass(frozen=True)
@@ -61,29 +64,52 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Projection:
-    """From a draft head's features to its logits; `parameters` are those inside that are trained."""
+    """From a draft head's outputs to its logits: `logits_of(x, *parameters)`; the parameters are trained, too."""
 
-    logits_of: LogitsOf
+    logits_of: Callable[..., Tensor]
     parameters: tuple[Tensor, ...] = ()
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.logits_of(x, *self.parameters)
 
-def distil_sums(
-    features: Sequence[Tensor], weight_KR: Tensor, teacher: Teacher, projections: Sequence[Projection]
-) -> Tensor:
-    """Cross-entropy of K heads against the same R teacher positions, summed with weights over R: [K] nats.
 
-        L_k = sum_r weight_kr (-sum_v p'_rv log q_krv)
+@dataclass(frozen=True)
+class Distilled:
+    """total: sum_k factor_k sum_r w_kr D(p'_r, q_kr), differentiable. sums_K: the inner sums, for metrics."""
+
+    total: Tensor
+    sums_K: Tensor
+
+
+def distil(
+    features: Sequence[Tensor],
+    weight_KR: Tensor,
+    teacher: Teacher,
+    projections: Sequence[Projection],
+    factor_K: Tensor | None = None,
+    divergence: str = "soft_ce",
+    compiled: bool = False,
+) -> Distilled:
+    """Divergence D (`heads.divergences`) between K draft steps and the teacher at the same R positions.
 
     Args:
-        features: of head k, [R, H], at the row of the position that it drafts.
-        weight_KR: 0 where head k drafts nothing there.
+        features: of step k, [R, H], at the row of the position that it drafts.
+        weight_KR: 0 where step k drafts nothing there.
+        projections: one object several times where steps share it: their rows then go through it together.
+        factor_K: weights of the K sums in the total; None: 1.
+        compiled: compile what is done to each logit, which saves most passes over them. Raises ValueError without a
+            C++ compiler.
 
-    The teacher's distribution is made once for all heads. Gradients are made in the forward pass, chunk by chunk and
-    head by head, so logits of the whole batch, or of all heads, never exist together. With a reduced draft vocabulary
-    V is that one, and p is normalised over it, as in EAGLE-3.
+    The teacher's distribution is made once for all steps. Gradients are made in the forward pass, chunk by chunk, so
+    logits of the whole batch never exist; they are right for `total` alone. With a reduced draft vocabulary V is that
+    one, and p is normalised over it, as in EAGLE-3.
     """
-    tensors = [*features, *(parameter for projection in projections for parameter in projection.parameters)]
-    return _Distil.apply(torch.is_grad_enabled(), weight_KR, teacher, tuple(projections), *tensors)
+    factor_K = weight_KR.new_ones(len(features)) if factor_K is None else factor_K.to(weight_KR.dtype)
+    core = _compiled_core(divergence) if compiled else _core(divergence)
+    distinct = list({id(t): t for projection in projections for t in projection.parameters}.values())
+    request = _Request(torch.is_grad_enabled(), teacher, tuple(projections), core, distinct)
+    total, sums_K = _Distil.apply(request, weight_KR, factor_K, *features, *distinct)
+    return Distilled(total, sums_K)
 
 
 def best_token(feature_RH: Tensor, logits_of: LogitsOf) -> Tensor:
@@ -109,60 +135,123 @@ def _chunks(x_RH: Tensor, rows: int) -> list[Tensor]:
     return out
 
 
+_Core = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Request:
+    learns: bool
+    teacher: Teacher
+    projections: tuple[Projection, ...]
+    core: _Core
+    parameters: list[Tensor]  # each once
+
+    def groups(self) -> list[range]:
+        """Consecutive steps with one projection."""
+        found: list[range] = []
+        for k, projection in enumerate(self.projections):
+            if found and projection is self.projections[found[-1].start]:
+                found[-1] = range(found[-1].start, k + 1)
+            else:
+                found.append(range(k, k + 1))
+        return found
+
+
+def _core(divergence: str) -> _Core:
+    """(p [r, V], logits [r, V], weight [r]) -> weighted sum of the losses, and its slope in the logits' dtype."""
+    function = DIVERGENCES[divergence]
+
+    def core(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+        loss_r, slope_rV = function(p_rV, torch.log_softmax(_wide(logits_rV), -1))
+        return (weight_r * loss_r).sum(), (slope_rV * weight_r[:, None]).to(logits_rV.dtype)
+
+    return core
+
+
+@functools.cache
+def _compiled_core(divergence: str) -> _Core:
+    core = torch.compile(_core(divergence), dynamic=False)
+
+    def explained(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            return core(p_rV, logits_rV, weight_r)
+        except TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"train.compile is true, but compiling the loss failed: {reason}; set it to false"
+            ) from error
+
+    return explained
+
+
 class _Distil(torch.autograd.Function):
-    """`tensors`: K features, then all parameters of the K projections in order."""
+    """`tensors`: K features, then the parameters of the projections, each once."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        learns: bool,
-        weight_KR: Tensor,
-        teacher: Teacher,
-        projections: tuple[Projection, ...],
-        *tensors: Tensor,
-    ) -> Tensor:
-        heads, left = weight_KR.shape
-        sums_K = weight_KR.new_zeros(heads)
-        wanted = [learns and t.requires_grad for t in tensors]
-        pieces: list[list[Tensor]] = [[] for _ in range(heads)]  # of the features' gradients
-        sums = {i: torch.zeros_like(tensors[i], dtype=_wide(tensors[i]).dtype) for i in range(heads, len(tensors))}
-        ends = [heads + sum(len(p.parameters) for p in projections[: k + 1]) for k in range(heads)]
-        vocab = teacher.logits_of(teacher.feature_RH[:1]).shape[-1] if left else 1
-        rows = chunk_rows(vocab, weight_KR.device)
-        chunks = [_chunks(x, rows) for x in (teacher.feature_RH, *tensors[:heads])]
+        ctx: Any, request: _Request, weight_KR: Tensor, factor_K: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        steps, left = weight_KR.shape
+        teacher, sums_K = request.teacher, weight_KR.new_zeros(steps)
+        learns = [request.learns and t.requires_grad for t in tensors]
+        grads = [torch.zeros_like(t) if wanted else None for t, wanted in zip(tensors, learns, strict=True)]
+        parameters = _Parameters(tensors[steps:], grads[steps:], weight_KR.device)
+        rows = chunk_rows(teacher.logits_of(teacher.feature_RH[:1]).shape[-1] if left else 1, weight_KR.device)
+        chunks = [_chunks(x, rows) for x in (teacher.feature_RH, *tensors[:steps])]
         for at, (teacher_rH, *features) in enumerate(zip(*chunks, strict=True)):
             real = slice(at * rows, min(left, at * rows + len(teacher_rH)))  # the rest of the chunk is padding
+            count = real.stop - real.start
+            weight_Kr = F.pad(weight_KR[:, real], (0, len(teacher_rH) - count)) * factor_K[:, None]
             p_rV = _teacher_chunk(teacher, teacher_rH, real)
-            for k, projection in enumerate(projections):
-                weight_r = F.pad(weight_KR[k, real], (0, len(teacher_rH) - (real.stop - real.start)))
-                leaf = features[k].detach().requires_grad_(wanted[k])
+            for group in request.groups():
+                projection, some = request.projections[group.start], [features[k].detach() for k in group]
+                leaf = torch.cat(some).requires_grad_(learns[group.start])
+                inner = parameters.of(projection)
                 with torch.enable_grad():
-                    logits_rV = projection.logits_of(leaf)
-                log_q_rV = torch.log_softmax(_wide(logits_rV.detach()), -1)
-                sums_K[k] -= (weight_r * (p_rV * log_q_rV).sum(-1)).sum()
-                first = ends[k] - len(projection.parameters)
-                inputs = {k: leaf} | {first + i: t for i, t in enumerate(projection.parameters)}
-                inputs = {i: t for i, t in inputs.items() if wanted[i]}
-                if not inputs:
-                    continue
-                slope_rV = log_q_rV.exp_().sub_(p_rV).mul_(weight_r[:, None])  # since p sums to 1
-                grads = torch.autograd.grad(logits_rV, list(inputs.values()), slope_rV.to(logits_rV.dtype))
-                for i, grad in zip(inputs, grads, strict=True):
-                    if i == k:
-                        pieces[k].append(grad[: real.stop - real.start])
-                    else:
-                        sums[i] += grad
-        ctx.head_of = [*range(heads), *(k for k, p in enumerate(projections) for _ in p.parameters)]
-        ctx.save_for_backward(*(torch.cat(found) if found else None for found in pieces), *sums.values())
-        return sums_K
+                    logits = projection.logits_of(leaf, *inner)
+                slopes = []
+                for k, logits_rV in zip(group, logits.detach().chunk(len(group)), strict=True):
+                    loss, slope_rV = request.core(p_rV, logits_rV, weight_Kr[k])
+                    sums_K[k] += loss
+                    slopes.append(slope_rV)
+                inputs = [t for t in (leaf, *inner) if t.requires_grad]
+                if inputs:
+                    slope = slopes[0] if len(slopes) == 1 else torch.cat(slopes)
+                    found = list(torch.autograd.grad(logits, inputs, slope))
+                    if leaf.requires_grad:
+                        for k, part in zip(group, found.pop(0).chunk(len(group)), strict=True):
+                            grads[k][real] = part[:count]  # type: ignore[index]
+                    parameters.add(projection, found)
+        ctx.save_for_backward(*grads)
+        total, sums_K = sums_K.sum(), sums_K / factor_K
+        ctx.mark_non_differentiable(sums_K)
+        return total, sums_K
 
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if grad is None else grad * slopes[0][k].to(grad.dtype)
-            for k, grad in zip(ctx.head_of, ctx.saved_tensors, strict=True)
-        )
-        return None, None, None, None, *grads
+        grads = (None if grad is None else grad * slopes[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        return None, None, None, *grads
+
+
+class _Parameters:
+    """The projections' parameters, cast once (autocast would do it for every chunk), and their summed gradients."""
+
+    def __init__(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], device: torch.device) -> None:
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self._cast: dict[int, Tensor] = {}
+        self._grad: dict[int, Tensor | None] = {}
+        for tensor, grad in zip(tensors, grads, strict=True):
+            self._cast[id(tensor)] = tensor.detach().to(dtype or tensor.dtype).requires_grad_(grad is not None)
+            self._grad[id(tensor)] = grad
+
+    def of(self, projection: Projection) -> list[Tensor]:
+        return [self._cast[id(tensor)] for tensor in projection.parameters]
+
+    def add(self, projection: Projection, found: Sequence[Tensor]) -> None:
+        """found: of those that are trained, in order."""
+        sums = [self._grad[id(tensor)] for tensor in projection.parameters]
+        for total, grad in zip([s for s in sums if s is not None], found, strict=True):
+            total += grad
 
 
 def _teacher_chunk(teacher: Teacher, feature_rH: Tensor, real: slice) -> Tensor:

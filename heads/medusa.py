@@ -104,8 +104,13 @@ class MedusaHead(DraftHead):
     def projection(self, step: int) -> Projection:
         if not self.config.own_projection:
             return super().projection(step)
-        head = self.lm_heads[step]
-        return Projection(lambda x: self.target.scale_logits(head(x)), tuple(head.parameters()))
+        weight: Any = self.lm_heads[step].weight
+        return Projection(lambda x, w: self.target.scale_logits(F.linear(x, w)), (weight,))
+
+    def projections(self, steps: int) -> list[Projection]:
+        if not self.config.own_projection:
+            return super().projections(steps)
+        return [self.projection(step) for step in range(steps)]
 
     # ---- training ------------------------------------------------------------------------------------------
 

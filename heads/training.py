@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.aligned import Aligned
 from heads.base import DraftHead, HeadBatch, HeadOutput, LossSpec, StepCounts
-from heads.losses import Teacher, best_token, distil_sums, feature_loss_sum
+from heads.losses import Teacher, best_token, distil, feature_loss_sum
 
 
 def distilled(
@@ -25,10 +25,17 @@ def distilled(
     divergence D between the target's and the draft's distribution over the draft vocabulary.
     """
     teacher = Teacher(rows.teacher_RH, head.draft_logits, head.draft_index(rows.label_R), loss.hard_weight)
-    normed = [head.normed(output) for output in outputs]
-    sums_K = distil_sums(normed, rows.weight_KR, teacher, [head.projection(k) for k in range(batch.steps)])
-    decay_K = sums_K.new_tensor([loss.step_decay**k for k in range(batch.steps)])
-    total = loss.token_weight * (decay_K * sums_K).sum()
+    decay_K = rows.weight_KR.new_tensor([loss.step_decay**k for k in range(batch.steps)])
+    token = distil(
+        [head.normed(output) for output in outputs],
+        rows.weight_KR,
+        teacher,
+        head.projections(batch.steps),
+        decay_K,
+        loss.divergence,
+        loss.compiled,
+    )
+    total = loss.token_weight * token.total
     counts = StepCounts(batch.weight_KBT)
     best_R = best_token(rows.teacher_RH, head.target.logits) if measure else None
     for k, output_RH in enumerate(outputs):
@@ -39,5 +46,5 @@ def distilled(
         total = total + loss.feature_weight * loss.step_decay**k * feature_sum
         if best_R is not None:
             match = head.best_draft(output_RH[seen_R], k) == best_R[seen_R]
-            counts.add(k, match, feature_sum.detach(), sums_K[k].detach())
+            counts.add(k, match, feature_sum.detach(), token.sums_K[k])
     return HeadOutput(total, batch.weight_KBT[0].sum(), counts.finish() if measure else {})

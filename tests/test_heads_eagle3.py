@@ -140,7 +140,7 @@ def test_saved_and_loaded_with_its_vocabulary(tmp_path: Path) -> None:
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     again = load_head(tmp_path / "head", torch.float32)
     assert again.config == config and again.config.taps == (0, 2) and again.needs == Needs(False, (0, 2))
-    assert torch.equal(again.draft_ids, torch.arange(3, 153, 3))
+    assert again.draft_ids is not None and torch.equal(again.draft_ids, torch.arange(3, 153, 3))
     rows = target.lm_head.weight[again.draft_ids]
     assert torch.equal(again.state_dict()["lm_head.weight"], rows.bfloat16().float())
 

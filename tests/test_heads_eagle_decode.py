@@ -32,8 +32,8 @@ def committed(head: Any, features: torch.Tensor, sizes: list[int], policy: TreeP
 def make_head(request: pytest.FixtureRequest) -> Any:
     """EAGLE-3 reads two layers here: 128 columns, of which `alike` makes the features that these tests hand on."""
     kind, _, norms = request.param.partition(" ")
-    options = {"taps": (0, 2)} if kind == "eagle3" else {}
-    return tiny_head(tiny_target("llama"), kind=kind, **options, **({"norm_output": True} if norms else {}))
+    options: dict[str, Any] = {"taps": (0, 2)} if kind == "eagle3" else {}
+    return tiny_head(tiny_target("llama"), kind=kind, **options | ({"norm_output": True} if norms else {}))
 
 
 @pytest.fixture(name="features")

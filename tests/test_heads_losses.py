@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import weakref
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 
 from heads import losses
-from heads.losses import best_token, feature_loss_sum, soft_ce_sum
+from heads.losses import Projection, Teacher, best_token, distil, feature_loss_sum, soft_ce_sum
+from tests.test_heads_divergences import plain
 
 
 def _case(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,3 +71,96 @@ def test_feature_loss_by_hand() -> None:
     feature = torch.tensor([[0.5, 3.0], [0.0, 0.0]])
     expected = (0.125 + 2.5) / 2
     assert torch.isclose(feature_loss_sum(feature, torch.zeros(2, 2)), torch.tensor(expected))
+
+
+# ---- several steps, projections that are trained ------------------------------------------------------------
+
+
+def _steps(which: str) -> tuple[list[torch.Tensor], torch.Tensor, Teacher, list[Projection], list[torch.Tensor]]:
+    """Features, weights, teacher, projections and what is trained beside the features; 3 steps, 11 rows, 37 tokens."""
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    features = [draw(11, 8).requires_grad_() for _ in range(3)]
+    weight_KR = (torch.rand(3, 11, generator=generator) > 0.3).double()
+    head = draw(37, 8)
+    teacher = Teacher(draw(11, 8), lambda x: x @ head.T, torch.tensor([-1, *range(10)]), 0.25)
+    if which == "frozen":
+        return features, weight_KR, teacher, [Projection(lambda x: x @ head.T)] * 3, []
+    trained = [draw(37, 8).requires_grad_() for _ in range(1 if which == "shared" else 3)]
+    found = [Projection(lambda x, w: torch.tanh(x @ w.T / 5) * 5, (weight,)) for weight in trained]
+    return features, weight_KR, teacher, found * (3 // len(found)), trained
+
+
+def _dense(name: str, case: Any, factor_K: torch.Tensor) -> torch.Tensor:
+    features, weight_KR, teacher, projections, _ = case
+    p = teacher.logits_of(teacher.feature_RH).softmax(-1)
+    known = teacher.label_R >= 0
+    hard = F.one_hot(teacher.label_R.clamp_min(0), 37).double()
+    p = torch.where(known[:, None], 0.75 * p + 0.25 * hard, p)
+    total = torch.zeros((), dtype=torch.float64)
+    for k, (feature, projection) in enumerate(zip(features, projections, strict=True)):
+        total = total + factor_K[k] * (weight_KR[k] * plain(name, p, projection(feature).softmax(-1))).sum()
+    return total
+
+
+@pytest.mark.parametrize("name", ["soft_ce", "reverse_kl", "log_acceptance"])
+@pytest.mark.parametrize("which", ["frozen", "shared", "own"])
+@pytest.mark.parametrize("rows", [4, 8, 100])
+def test_chunks_equal_the_dense_loss(which: str, name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", rows * 37)
+    factor_K = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    mine, theirs = _steps(which), _steps(which)
+    found = distil(*mine[:4], factor_K, name)
+    (2 * found.total).backward()
+    want = _dense(name, theirs, factor_K)
+    (2 * want).backward()
+    torch.testing.assert_close(found.total, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((factor_K * found.sums_K).sum(), want.detach(), rtol=1e-12, atol=1e-12)
+    for a, b in zip([*mine[0], *mine[4]], [*theirs[0], *theirs[4]], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_distil_gradcheck() -> None:
+    features, weight_KR, teacher, projections, trained = _steps("shared")
+    assert torch.autograd.gradcheck(
+        lambda *xs: distil(xs[:3], weight_KR, teacher, [Projection(projections[0].logits_of, xs[3:])] * 3).total,
+        (*features, *trained),
+    )
+
+
+def test_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever new logits of the teacher are made, those of the chunk before are gone."""
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 4 * 37)
+    features, weight_KR, teacher, projections, _ = _steps("shared")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        logits = teacher.logits_of(x)
+        alive.append(weakref.ref(logits))
+        most = max(most, sum(one() is not None for one in alive))
+        return logits
+
+    distil(features, weight_KR, Teacher(teacher.feature_RH, counted), projections).total.backward()
+    assert len(alive) == 4 and most == 1  # three chunks, and one row to learn the vocabulary's size
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    case = _steps("shared")
+    with torch.no_grad():
+        found = distil(*case[:4])
+    assert not found.total.requires_grad
+    torch.testing.assert_close(found.total, _dense("soft_ce", case, torch.ones(3)).detach())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_compiled_equals_eager() -> None:
+    mine, theirs = _steps("shared"), _steps("shared")
+    distil(*mine[:4], compiled=True).total.backward()
+    distil(*theirs[:4]).total.backward()
+    for a, b in zip([*mine[0], *mine[4]], [*theirs[0], *theirs[4]], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)

@@ -187,6 +187,7 @@ class TrainConfig:
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
     patience: int | None = None  # stop after so many evaluations without a longer accept length
+    compile: bool = False  # compile the loss (a minute at the start; needs a C++ compiler on a CPU)
     gradient_checkpointing: bool = False  # EAGLE: less memory, a third more arithmetic
     seed: int = 0
     resume: Literal["auto", "never", "must"] = "auto"

@@ -180,7 +180,14 @@ def _step(
     config, accelerator = session.config, session.accelerator
     loss = config.loss
     assert loss.step_decay is not None, "every kind has a default"
-    spec = LossSpec(loss.feature_weight or 0.0, loss.token_weight or 0.0, loss.step_decay, loss.hard_weight or 0.0)
+    spec = LossSpec(
+        loss.feature_weight or 0.0,
+        loss.token_weight or 0.0,
+        loss.step_decay,
+        loss.hard_weight or 0.0,
+        loss.divergence or "soft_ce",
+        config.train.compile,
+    )
     for group in session.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     joint = session.active_joint

@@ -19,7 +19,7 @@ _STATE = "progress.json"
 RUN_YAML = "run.yaml"
 # What a resumed run may change: its length and its bookkeeping, nothing that the weights depend on.
 _FREE = {f"train.{name}" for name in ("max_steps", "epochs", "max_minutes", "log_every", "eval_every", "save_every")}
-_FREE |= {"train.patience", "train.gradient_checkpointing", "eval.check_prompts"}
+_FREE |= {"train.patience", "train.compile", "train.gradient_checkpointing", "eval.check_prompts"}
 _FREE |= {"train.keep_checkpoints", "train.resume", "train.threads", "train.output_dir"}
 _FREE |= {"data.processes", "data.work_dir", "target.cache_dir"}
 
