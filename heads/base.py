@@ -9,7 +9,7 @@ p is the target, q the draft. "Feature" is the target's hidden state after its f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -306,8 +306,24 @@ class DraftHead(nn.Module, ABC):
         best = best_token(output_RH, lambda x: self.step_logits(step, x))
         return best if self.draft_ids is None else self.draft_ids[best]
 
-    def init_from_target(self) -> None:
-        """Copies what a new head takes over from the bound target. Raises ValueError where that cannot be had."""
+    def init_from_target(self) -> str:
+        """Copies what a new head takes over from the bound target, and says what that was.
+
+        Raises ValueError where something cannot be had that it must have.
+        """
+        return ""
+
+    @torch.no_grad()
+    def _start_projections(self, weights: Iterable[Tensor]) -> None:
+        """Copies the target's rows of the draft vocabulary into projections of the head's own."""
+        rows = self.target.lm_head_rows(self.draft_ids)
+        if rows is None or rows[1] is not None:
+            raise ValueError(
+                f'head.projection is "own", but the LM head of {self.target.name!r} is quantised, offloaded or has a '
+                'bias, so that there are no rows to start from; use "shared"'
+            )
+        for weight in weights:
+            weight.copy_(rows[0])
 
     def unroll(self, batch: HeadBatch) -> Iterator[Tensor]:
         """Output of every training step, [B, T, H] each, for `step_logits`; step k reads true tokens up to its own."""

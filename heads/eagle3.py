@@ -29,6 +29,7 @@ from heads.config import HeadConfig
 from heads.drafter import HiddenStateDrafter
 from heads.layers import DecoderLayer, rotary
 from heads.losses import Projection
+from heads.starting import start_from_last_layer
 from heads.target import TargetAdapter
 
 
@@ -89,18 +90,21 @@ class Eagle3Head(HiddenStateDrafter):
 
     # ---- wiring ------------------------------------------------------------------------------------------------
 
-    def init_from_target(self) -> None:
-        """The LM head starts as the target's rows."""
-        if not self.config.own_projection:
-            return
-        rows = self.target.lm_head_rows(self.draft_ids)
-        if rows is None or rows[1] is not None:
-            raise ValueError(
-                f'head.projection is "own", but the LM head of {self.target.name!r} is quantised, offloaded or has a '
-                'bias, so that there are no rows to start from; use "shared"'
-            )
-        with torch.no_grad():
-            self.lm_head.weight.copy_(rows[0])
+    @torch.no_grad()
+    def init_from_target(self) -> str:
+        """The LM head starts as the target's rows, the layer as the target's last one, on the last of the taps.
+
+        So the head begins by guessing what the target says at the token before, and has to learn from the embedding by
+        how much the next token changes that.
+        """
+        if self.config.own_projection:
+            self._start_projections([self.lm_head.weight])
+        norm: Any = self.midlayer.hidden_norm
+        if not start_from_last_layer(self.midlayer, norm, self.norm, self.target):
+            return "the layer starts at random: the target's last one is of another make"
+        width = self.config.hidden_size
+        self.fc.weight[:, -width:] += torch.eye(width, device=self.fc.weight.device)
+        return "the layer starts as the target's last one"
 
     def read(self, feature: Tensor) -> Tensor:
         if self.config.fc_norm:

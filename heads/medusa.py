@@ -88,18 +88,10 @@ class MedusaHead(DraftHead):
     def max_depth(self) -> int:
         return len(self.blocks)
 
-    def init_from_target(self) -> None:
-        if not self.config.own_projection:
-            return
-        rows = self.target.lm_head_rows(self.draft_ids)
-        if rows is None or rows[1] is not None:
-            raise ValueError(
-                f'head.projection is "own", but the LM head of {self.target.name!r} is quantised, offloaded or has a '
-                'bias, so that there are no rows to start from; use "shared"'
-            )
-        with torch.no_grad():
-            for parameter in self.lm_heads.parameters():
-                parameter.copy_(rows[0])
+    def init_from_target(self) -> str:
+        if self.config.own_projection:
+            self._start_projections(self.lm_heads.parameters())
+        return ""
 
     def projection(self, step: int) -> Projection:
         if not self.config.own_projection:

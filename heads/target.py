@@ -214,6 +214,10 @@ class TargetAdapter:
         return hook
 
     @property
+    def last_layer(self) -> nn.Module:
+        return self._layers[-1]
+
+    @property
     def device(self) -> torch.device:
         """Where inputs, positions and masks go."""
         return _device_of(self.embedding)

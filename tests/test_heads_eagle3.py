@@ -18,6 +18,7 @@ from heads.checkpoint import load_head, save_head
 from heads.config import HeadConfig
 from heads.eagle3 import Eagle3Head
 from heads.registry import build_head
+from heads.starting import rms_weight
 from tests.tiny import VOCAB, prompt_ids, tiny_head, tiny_target
 from train.batching import make_batch
 from train.conversations import TokenRow
@@ -165,3 +166,45 @@ def test_a_target_whose_layers_have_another_width_is_refused() -> None:
     target.config.hidden_size = 32
     with pytest.raises(ValueError, match="choose another head"):
         head.bind(target)
+
+
+def test_the_layer_starts_as_the_targets_last_one() -> None:
+    """Where embeddings count nothing, its first draft is what the target says, had it read its last layer's input."""
+    target = tiny_target("llama")
+    head: Any = tiny_head(target, kind="eagle3", taps=(0, 1))
+    for parameter in head.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert head.init_from_target() == "the layer starts as the target's last one"
+    ids = prompt_ids(12)
+    target.tap((0, 1))
+    columns = target.features(torch.tensor([ids]), torch.ones(1, 12, dtype=torch.bool), (0, 1)).clone()
+    batch = make_batch([TokenRow("r", tuple(ids), ((1, 12),), "t")], [columns[0]], 1, head.needs)
+    with torch.no_grad():
+        logits = head.step_logits(0, next(iter(head.unroll(batch))))[0, :10]
+        want = target.logits(columns[0, :10, :64])  # the last of its three layers reads the tap of layer 1
+    torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_target_of_another_make_starts_nothing() -> None:
+    target = tiny_target("gpt2")
+    head: Any = tiny_head(target, kind="eagle3", taps=(0, 1))
+    before = head.midlayer.mlp.up_proj.weight.clone()
+    assert "at random" in head.init_from_target()
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, before)
+
+
+@pytest.mark.parametrize("plus", [0.0, 1.0])
+def test_norms_are_read_by_what_they_do(plus: float) -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return rms(x, self.weight + plus, 1e-6)
+
+    found = rms_weight(Norm(), 64, 1e-6)
+    assert found is not None
+    torch.testing.assert_close(found, Norm().weight + plus, rtol=1e-5, atol=1e-5)
+    assert rms_weight(torch.nn.LayerNorm(64), 64, 1e-6) is None
+    assert rms_weight(None, 64, 1e-6) is None

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.base import TreePolicy
+from heads.base import LossSpec, TreePolicy
 from heads.checkpoint import load_head, read_config
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
@@ -22,12 +23,14 @@ from infer.generate import main as generate
 from infer.stopping import StopRule
 from scripts.make_conversations import main as make_conversations
 from tests.adapters import adapted, change_config, save_adapter
-from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target, tiny_tokenizer
 from tests.tiny_run import make_place, metrics_of, run_config, run_entry, same_weights
-from train import loop
+from train import loop, served
+from train.batching import make_batch
 from train.config import RunConfig
-from train.conversations import read_rows
+from train.conversations import TokenRow, read_rows
 from train.eagle import main
+from train.evaluate import evaluate
 from train.resume import read_progress
 from train.session import build_accelerator, prepare
 from train.typed_yaml import from_dict
@@ -257,3 +260,130 @@ def test_real_launcher(place: Path, tmp_path: Path, launcher: list[str]) -> None
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "run/best/model.safetensors").is_file()
     assert "left" in run.stdout and "tokens/s" in run.stdout
+
+
+# ---- EAGLE-3, and what every run does at its end -------------------------------------------------------------
+
+
+def eagle3_config(place: Path, out: Path, **train: Any) -> dict[str, Any]:
+    config = run_config(place, out, **train)
+    return config | {"head": {"kind": "eagle3", "draft_vocab": 256}, "loss": {"unroll_steps": 2}}
+
+
+def test_eagle3_trains_decodes_and_goes_on_from_itself(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warm start on other data keeps the draft vocabulary, byte for byte."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert _run(eagle3_config(place, first), first) == 0
+    said = capsys.readouterr().out
+    assert "starts as the target's last one" in said and "check: accept length of the best head" in said
+    losses = [line["loss"] for line in metrics_of(first) if "loss" in line]
+    assert losses[-1] < losses[0]
+    lines = (place / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:8]))
+    config = eagle3_config(place, second)
+    config["head"]["init_from"] = str(first / "run/best")
+    config["data"]["path"] = str(tmp_path / "few.jsonl")
+    assert _run(config, second) == 0
+    one, other = (load_file(out / "run/best/model.safetensors") for out in (first, second))
+    assert torch.equal(one["d2t"], other["d2t"]) and torch.equal(one["t2d"], other["t2d"])
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_checkpointing_changes_memory_alone(kind: str, place: Path, tmp_path: Path) -> None:
+    for name, on in (("kept", False), ("again", True)):
+        config = eagle3_config(place, tmp_path / name, gradient_checkpointing=on, max_steps=4)
+        if kind == "eagle":
+            config |= {"head": {"draft_vocab": 256}, "loss": {"unroll_steps": 2, "token_weight": 1.0}}
+        assert _run(config, tmp_path / name) == 0
+    assert same_weights(tmp_path / "kept", tmp_path / "again", 4)
+
+
+def test_checkpointing_is_refused_for_heads_side_by_side(place: Path, tmp_path: Path) -> None:
+    config = run_config(place, tmp_path, gradient_checkpointing=True) | {"head": {"kind": "medusa"}, "loss": {}}
+    with pytest.raises(ValueError, match=r"train\.gradient_checkpointing is True, expected false"):
+        from_dict(RunConfig, config)
+
+
+def test_patience_ends_a_run(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations at 2, 4, 6, .. of which the second is the best: with a patience of 2 the run ends at 8."""
+    real, lengths = evaluate, iter([1.2, 1.5, 1.4, 1.5, 1.6])
+    monkeypatch.setattr(loop, "evaluate", lambda *args: replace(real(*args), accept_length=next(lengths)))
+    config = eagle3_config(place, tmp_path, eval_every=2, patience=2, max_steps=20)
+    assert _run(config, tmp_path) == 0
+    lines = metrics_of(tmp_path)
+    assert lines[-1]["step"] == 8 and any(line.get("early_stop") for line in lines)
+    assert json.loads((tmp_path / "run/best/provenance.json").read_text())["step"] == 4
+    capsys.readouterr()
+    assert _run(config, tmp_path) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_report_is_left(place: Path, tmp_path: Path) -> None:
+    assert _run(eagle3_config(place, tmp_path), tmp_path) == 0
+    assert (tmp_path / "run/report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "eagle3" in (tmp_path / "run/report.html").read_text()
+    lines = metrics_of(tmp_path)
+    seen = [line["supervised"] for line in lines]
+    assert seen == sorted(seen) and seen[-1] > seen[0] > 0
+    last = next(line for line in reversed(lines) if "served/real" in line)
+    assert last["served/real"] >= 0.9 * last["served/simulated"]
+
+
+def test_a_head_that_decodes_worse_than_it_trained_fails_loudly(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The decoder's positions off by one, say: nothing is lost, but the exit code is not 0."""
+    monkeypatch.setattr(served, "measure_served", lambda *args: served.Served(1.0, 1.2, 50))
+    assert _run(eagle3_config(place, tmp_path), tmp_path) == 1
+    assert "is not what training measured: decoding 1.000, simulated on the same texts 1.200" in capsys.readouterr().err
+    assert (tmp_path / "run/best/model.safetensors").is_file()
+
+
+def test_rows_of_further_directories_are_mixed_in(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, mixed = tmp_path / "alone", tmp_path / "mixed"
+    assert _run(eagle3_config(place, alone), alone) == 0
+    lines = (place / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:9]))
+    config = eagle3_config(place, mixed)
+    config["data"] |= {"path": str(tmp_path / "few.jsonl"), "also": [str(alone / "data")]}
+    assert _run(config, mixed) == 0
+    few, all_rows = (len(read_rows(out / "data/rows_train.jsonl")) for out in (mixed, alone))
+    assert f"data: {few + all_rows} training and" in capsys.readouterr().out
+    record = json.loads((mixed / "run/best/provenance.json").read_text())
+    assert [source["train_rows"] for source in record["data"]["sources"]] == [few, all_rows]
+    config["data"]["also"] = [str(tmp_path / "nowhere")]
+    config["train"]["output_dir"] = str(mixed / "other")
+    assert _run(config, mixed) == 1
+    assert "data.also: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "hydra"])
+def test_real_accept_length_is_the_simulated_one(kind: str) -> None:
+    """Of heads with random weights, trained a little: the same rounds, counted in two ways."""
+    target = tiny_target("llama")
+    head = tiny_head(target, kind=kind)
+    head.init_from_target()
+    target.tap(head.needs.taps)
+    prompts = [prompt_ids(9, seed) for seed in range(6)]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        ids = (*prompt, *library_greedy(tiny_model("llama"), prompt, 40))
+        rows.append(TokenRow(str(number), ids, ((9, len(ids)),), "t"))
+    ones = torch.ones(1, 49, dtype=torch.bool)
+    features = [target.features(torch.tensor([r.input_ids]), ones, head.needs.taps)[0].clone() for r in rows]
+    batch = make_batch(rows, features, head.max_depth or 3, head.needs, packed=64)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        head(batch, LossSpec(0.0, 1.0, 0.8)).loss_sum.backward()
+        optimizer.step()
+    found = served.measure_served(target, head, rows, 3)
+    assert found is not None and found.simulated > 1.2  # else nothing was compared
+    assert found.real == pytest.approx(found.simulated, abs=0.05)  # rounding can move a near-tie

@@ -165,7 +165,8 @@ def _build_head(
         share = coverage(counts, ids)
         log(f"head: draft vocabulary of {size} tokens, {share:.2%} of the training answers' tokens")
     head.bind(target)
-    head.init_from_target()
+    if taken := head.init_from_target():
+        log(f"head: {taken}")
     return head
 
 
