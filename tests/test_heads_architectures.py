@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from heads.base import HeadBatch, LossSpec
+from heads.base import LossSpec
 from heads.cache import SlotCache
 from heads.config import HeadConfig
 from heads.layers import rotary
@@ -23,6 +24,8 @@ from heads.target import TargetAdapter
 from heads.tree import ancestor_mask, paths
 from infer.probe import prefix_length, probe_tree, require_tree
 from tests.tiny import _COMMON, _GATED, ARCHITECTURES, library_greedy, prompt_ids, tiny_head, tiny_model
+from train.batching import make_batch
+from train.conversations import TokenRow
 
 FIT = [name for name in ARCHITECTURES if name != "falcon_alibi"]
 IDS = prompt_ids(36)
@@ -175,18 +178,25 @@ def test_training_features_of_padded_rows(name: str) -> None:
         torch.testing.assert_close(target.logits(got), want.logits[0, :length], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("name", FIT)
-def test_a_head_is_derived_and_runs(name: str) -> None:
+def test_a_head_is_derived_and_runs(name: str, kind: str) -> None:
     target = adapter(name)
-    head = tiny_head(target)
-    ids = torch.tensor([IDS])
-    valid = torch.ones_like(ids, dtype=torch.bool)
-    feature = target.features(ids, valid).clone()
-    batch = HeadBatch(feature, ids[None], (feature,), valid[None], valid, ((0, 0, ids.shape[1]),))
-    out = head(batch, LossSpec(feature_weight=1.0, token_weight=0.1, step_decay=1.0), measure=True)
+    if kind == "eagle3" and target.config.hidden_size != target.hidden_size:
+        pytest.skip("the layers of this target are not as wide as what its LM head reads")
+    head = tiny_head(target, kind=kind)
+    if kind == "eagle3":
+        biased = getattr(target.lm_head, "bias", None) is not None
+        with pytest.raises(ValueError, match="projection") if biased else nullcontext():
+            head.init_from_target()
+    target.tap(head.needs.taps)
+    features = target.features(torch.tensor([IDS]), torch.ones(1, len(IDS), dtype=torch.bool), head.needs.taps)
+    row = TokenRow("r", tuple(IDS), ((3, len(IDS)),), "t")
+    batch = make_batch([row], [features[0].clone()], 2, head.needs)
+    weight = 1.0 if kind == "eagle" else 0.0
+    out = head(batch, LossSpec(feature_weight=weight, token_weight=0.1, step_decay=1.0), measure=True)
     out.loss_sum.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
-    assert target.embed(ids).shape == feature.shape
 
 
 # ---- what is derived from configs --------------------------------------------------------------------------

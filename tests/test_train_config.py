@@ -93,7 +93,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("loss={feature_weight: 0, token_weight: 0}", ["loss.token_weight is 0.0", "no other loss"]),
         ("loss.hard_weight=0.5", ["loss.hard_weight is 0.5", "'eagle' has no such setting", "token_weight"]),
         ("head.blocks=2", ["head.blocks is 2", "'eagle' has no such setting"]),
-        ("head.kind=eagel", ["head.kind is 'eagel'", "eagle, hydra, medusa"]),
+        ("head.kind=eagel", ["head.kind is 'eagel'", "eagle, eagle3, hydra, medusa"]),
         ("joint.start=0.5", ["joint.start is 0.5", "'eagle' are not trained together"]),
         ("joint.rank=0", ["joint.rank is 0", "positive"]),
         ("optim.lr={", ["not valid YAML"]),
