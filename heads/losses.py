@@ -20,12 +20,21 @@ LogitsOf = Callable[[Tensor], Tensor]  # features [r, H] to logits [r, V]
 # Logits that exist at the same time: rows times vocabulary. In fp32 they stay in a CPU's caches, and in memory that the
 # allocator keeps: four times as many cost 2 to 4 times as much each.
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
+_BLOCK_ELEMENTS = 1 << 16  # per thread: a block's few fp32 tensors fit a core's own cache together
+_SUM_ROWS = 256
 _MEASURE_ROWS = 256
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """How many rows of logits exist at the same time."""
-    return max(4, _CHUNK_ELEMENTS.get(device.type, 1 << 23) // vocab_size)
+    """How many rows of logits exist at the same time: a multiple of 4."""
+    return max(4, _CHUNK_ELEMENTS.get(device.type, 1 << 23) // vocab_size // 4 * 4)
+
+
+def _block_rows(vocab_size: int, device: torch.device) -> int:
+    """How many rows of a chunk go through the elementwise part of the loss together."""
+    if device.type != "cpu":
+        return chunk_rows(vocab_size, device)
+    return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // vocab_size)
 
 
 def feature_loss_sum(feature_RH: Tensor, teacher_RH: Tensor) -> Tensor:
@@ -107,7 +116,7 @@ def distil(
     factor_K = weight_KR.new_ones(len(features)) if factor_K is None else factor_K.to(weight_KR.dtype)
     core = _compiled_core(divergence) if compiled else _core(divergence)
     distinct = list({id(t): t for projection in projections for t in projection.parameters}.values())
-    request = _Request(torch.is_grad_enabled(), teacher, tuple(projections), core, distinct)
+    request = _Request(torch.is_grad_enabled(), teacher, tuple(projections), core, compiled, distinct)
     total, sums_K = _Distil.apply(request, weight_KR, factor_K, *features, *distinct)
     return Distilled(total, sums_K)
 
@@ -135,7 +144,8 @@ def _chunks(x_RH: Tensor, rows: int) -> list[Tensor]:
     return out
 
 
-_Core = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (p [r, V], logits [r, V], weight [r], where to put the slope [r, V]: None if nowhere) -> losses [r]
+_Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,7 @@ class _Request:
     teacher: Teacher
     projections: tuple[Projection, ...]
     core: _Core
+    compiled: bool
     parameters: list[Tensor]  # each once
 
     def groups(self) -> list[range]:
@@ -158,12 +169,14 @@ class _Request:
 
 
 def _core(divergence: str) -> _Core:
-    """(p [r, V], logits [r, V], weight [r]) -> weighted sum of the losses, and its slope in the logits' dtype."""
+    """Losses of the rows; the slope, times the weights, comes in the dtype of its place."""
     function = DIVERGENCES[divergence]
 
-    def core(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+    def core(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor, out_rV: Tensor | None) -> Tensor:
         loss_r, slope_rV = function(p_rV, torch.log_softmax(_wide(logits_rV), -1))
-        return (weight_r * loss_r).sum(), (slope_rV * weight_r[:, None]).to(logits_rV.dtype)
+        if out_rV is not None:
+            out_rV.copy_(slope_rV.mul_(weight_r[:, None]))
+        return loss_r
 
     return core
 
@@ -172,9 +185,9 @@ def _core(divergence: str) -> _Core:
 def _compiled_core(divergence: str) -> _Core:
     core = torch.compile(_core(divergence), dynamic=False)
 
-    def explained(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+    def explained(p_rV: Tensor, logits_rV: Tensor, weight_r: Tensor, out_rV: Tensor | None) -> Tensor:
         try:
-            return core(p_rV, logits_rV, weight_r)
+            return core(p_rV, logits_rV, weight_r, out_rV)
         except TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -182,6 +195,20 @@ def _compiled_core(divergence: str) -> _Core:
             ) from error
 
     return explained
+
+
+def _by_block(
+    core: _Core, block: int, p_rV: Tensor, logits_NV: Tensor, weight_N: Tensor, out_NV: Tensor | None
+) -> Tensor:
+    """`core` of N rows of logits, which are the same r positions several times over: losses [N]."""
+    losses = []
+    for start in range(0, len(logits_NV), len(p_rV)):
+        for first in range(0, len(p_rV), block):
+            end = min(len(p_rV), first + block)
+            rows = slice(start + first, start + end)
+            out_bV = None if out_NV is None else out_NV[rows]
+            losses.append(core(p_rV[first:end], logits_NV[rows], weight_N[rows], out_bV))
+    return torch.cat(losses)
 
 
 class _Distil(torch.autograd.Function):
@@ -196,36 +223,39 @@ class _Distil(torch.autograd.Function):
         learns = [request.learns and t.requires_grad for t in tensors]
         grads = [torch.zeros_like(t) if wanted else None for t, wanted in zip(tensors, learns, strict=True)]
         parameters = _Parameters(tensors[steps:], grads[steps:], weight_KR.device)
-        rows = chunk_rows(teacher.logits_of(teacher.feature_RH[:1]).shape[-1] if left else 1, weight_KR.device)
+        vocab = teacher.logits_of(teacher.feature_RH[:1]).shape[-1] if left else 1
+        rows = chunk_rows(vocab, weight_KR.device)
+        block = rows // 4 if request.compiled else _block_rows(vocab, weight_KR.device)
         chunks = [_chunks(x, rows) for x in (teacher.feature_RH, *tensors[:steps])]
         for at, (teacher_rH, *features) in enumerate(zip(*chunks, strict=True)):
             real = slice(at * rows, min(left, at * rows + len(teacher_rH)))  # the rest of the chunk is padding
             count = real.stop - real.start
-            weight_Kr = F.pad(weight_KR[:, real], (0, len(teacher_rH) - count)) * factor_K[:, None]
+            weight_Kr = F.pad(weight_KR[:, real], (0, len(teacher_rH) - count))
             p_rV = _teacher_chunk(teacher, teacher_rH, real)
             for group in request.groups():
                 projection, some = request.projections[group.start], [features[k].detach() for k in group]
-                leaf = torch.cat(some).requires_grad_(learns[group.start])
+                leaf = torch.cat(some).requires_grad_(any(learns[k] for k in group))
                 inner = parameters.of(projection)
-                with torch.enable_grad():
-                    logits = projection.logits_of(leaf, *inner)
-                slopes = []
-                for k, logits_rV in zip(group, logits.detach().chunk(len(group)), strict=True):
-                    loss, slope_rV = request.core(p_rV, logits_rV, weight_Kr[k])
-                    sums_K[k] += loss
-                    slopes.append(slope_rV)
                 inputs = [t for t in (leaf, *inner) if t.requires_grad]
-                if inputs:
-                    slope = slopes[0] if len(slopes) == 1 else torch.cat(slopes)
+                with torch.set_grad_enabled(bool(inputs)):
+                    logits = projection.logits_of(leaf, *inner)
+                slope = torch.empty_like(logits, requires_grad=False) if inputs else None
+                weight_Gr = weight_Kr[group.start : group.stop]
+                scale_N = (weight_Gr * factor_K[group.start : group.stop, None]).flatten()
+                loss_N = _by_block(request.core, block, p_rV, logits.detach(), scale_N, slope)
+                sums_K[group.start : group.stop] += (weight_Gr * loss_N.view_as(weight_Gr)).sum(-1)
+                if slope is not None:
                     found = list(torch.autograd.grad(logits, inputs, slope))
                     if leaf.requires_grad:
                         for k, part in zip(group, found.pop(0).chunk(len(group)), strict=True):
-                            grads[k][real] = part[:count]  # type: ignore[index]
+                            if learns[k]:
+                                grads[k][real] = part[:count]  # type: ignore[index]
                     parameters.add(projection, found)
+                del logits, slope  # before the next ones are made
+            del p_rV
         ctx.save_for_backward(*grads)
-        total, sums_K = sums_K.sum(), sums_K / factor_K
         ctx.mark_non_differentiable(sums_K)
-        return total, sums_K
+        return (factor_K * sums_K).sum(), sums_K
 
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> tuple[Tensor | None, ...]:
@@ -251,15 +281,16 @@ class _Parameters:
         """found: of those that are trained, in order."""
         sums = [self._grad[id(tensor)] for tensor in projection.parameters]
         for total, grad in zip([s for s in sums if s is not None], found, strict=True):
-            total += grad
+            parts = (torch.atleast_1d(x).split(_SUM_ROWS) for x in (total, grad))  # adding bf16 copies it to fp32 first
+            for part, more in zip(*parts, strict=True):
+                part += more
 
 
 def _teacher_chunk(teacher: Teacher, feature_rH: Tensor, real: slice) -> Tensor:
     """The distribution to be learnt, [r, V]; rows of padding hold anything."""
     p_rV = torch.softmax(_wide(teacher.logits_of(feature_rH)), -1)
     if teacher.hard_weight and teacher.label_R is not None:
-        label_r = teacher.label_R[real]
-        known_r = (label_r >= 0).nonzero()[:, 0]
-        p_rV[known_r] *= 1 - teacher.hard_weight
-        p_rV[known_r, label_r[known_r]] += teacher.hard_weight
+        label_r = F.pad(teacher.label_R[real], (0, len(p_rV) - (real.stop - real.start)), value=-1)
+        share_r1 = (label_r >= 0).to(p_rV.dtype).mul_(teacher.hard_weight)[:, None]
+        p_rV.mul_(1 - share_r1).scatter_add_(1, label_r.clamp_min(0)[:, None], share_r1)
     return p_rV

@@ -1,4 +1,4 @@
-"""Benchmarks. `decode`: the cost of passes, host overhead, and tokens per second of every way to decode."""
+"""Benchmarks: what decoding costs, and what a training step costs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,29 @@ def main(argv: list[str] | None = None) -> int:
     import sys
 
     from infer.benchmark import add_decode_options, run_decode
+    from train.benchmark import add_train_options, run_train
     from train.cli import run_or_explain
 
-    parser = argparse.ArgumentParser(prog="scripts/benchmark.py", description=__doc__)
-    parser.add_argument("what", choices=("decode",))
-    add_decode_options(parser)
+    parser = argparse.ArgumentParser(
+        prog="scripts/benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="what", required=True)
+    shown = []
+    for name, add_options, help_text in (
+        (
+            "decode",
+            add_decode_options,
+            "the cost of passes, host overhead, tokens per second of all ways to decode",
+        ),
+        ("train", add_train_options, "training steps of the EAGLE kinds against dense ones: speed, memory, FLOPs"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        add_options(command)
+        shown.append(command.format_help())
+    parser.epilog = "\n".join(shown)
     args = parser.parse_args(argv)
-    return run_or_explain(lambda: run_decode(args, sys.argv[1:] if argv is None else argv))
+    run = {"decode": run_decode, "train": run_train}[args.what]
+    return run_or_explain(lambda: run(args, sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

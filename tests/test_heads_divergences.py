@@ -68,3 +68,24 @@ def test_a_target_that_is_certain(name: str) -> None:
     p[0, 3] = 1.0
     loss, slope = DIVERGENCES[name](p, torch.randn(1, 12, generator=torch.Generator().manual_seed(0)).log_softmax(-1))
     assert loss.isfinite().all() and slope.isfinite().all() and slope[0, 3] < 0
+
+
+@pytest.mark.parametrize("gap", [0.0, 8.0, 18.0, 60.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_single_precision_far_from_the_target(name: str, gap: float) -> None:
+    """Draft and target sure of different tokens: what is left of min(p, q) must not cancel."""
+    p, z = case(2)
+    p = (p.log() + gap * torch.eye(1, 37, dtype=p.dtype)).softmax(-1)
+    z[:, 1] += gap
+    want, slope = DIVERGENCES[name](p, z.log_softmax(-1))
+    loss, found = DIVERGENCES[name](p.float(), z.float().log_softmax(-1))
+    torch.testing.assert_close(loss, want.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, slope.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_target_is_left_alone(name: str) -> None:
+    p, z = case(3)
+    before = p.clone()
+    DIVERGENCES[name](p, z.log_softmax(-1))
+    assert torch.equal(p, before)

@@ -131,22 +131,28 @@ def test_distil_gradcheck() -> None:
     )
 
 
-def test_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever new logits of the teacher are made, those of the chunk before are gone."""
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("which", ["shared", "own"])
+def test_one_chunk_of_logits_is_alive(which: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever new logits are made, of the teacher or of a projection, those before are gone."""
     monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 4 * 37)
-    features, weight_KR, teacher, projections, _ = _steps("shared")
+    features, weight_KR, teacher, projections, _ = _steps(which)
     alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
 
-    def counted(x: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        logits = teacher.logits_of(x)
-        alive.append(weakref.ref(logits))
-        most = max(most, sum(one() is not None for one in alive))
-        return logits
+    def counted(logits_of: Any) -> Any:
+        def wrapped(*inputs: torch.Tensor) -> torch.Tensor:
+            assert all(one() is None for one in alive)
+            logits: torch.Tensor = logits_of(*inputs)
+            alive.append(weakref.ref(logits))
+            return logits
 
-    distil(features, weight_KR, Teacher(teacher.feature_RH, counted), projections).total.backward()
-    assert len(alive) == 4 and most == 1  # three chunks, and one row to learn the vocabulary's size
+        return wrapped
+
+    watched = {id(p): Projection(counted(p.logits_of), p.parameters) for p in projections}
+    teacher = Teacher(teacher.feature_RH, counted(teacher.logits_of))
+    with torch.set_grad_enabled(learns):
+        distil(features, weight_KR, teacher, [watched[id(p)] for p in projections])
+    assert len(alive) == 1 + 3 * (1 + len(watched))  # one row to learn the vocabulary's size, then three chunks
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -164,3 +170,66 @@ def test_compiled_equals_eager() -> None:
     distil(*theirs[:4]).total.backward()
     for a, b in zip([*mine[0], *mine[4]], [*theirs[0], *theirs[4]], strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_blocks_equal_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 8 * 37)
+    found = []
+    for elements in (37, 3 * 37, 1 << 20):  # blocks of 1 row, of 3 (which do not divide a chunk), and whole chunks
+        monkeypatch.setattr(losses, "_BLOCK_ELEMENTS", elements)
+        case = _steps("shared")
+        distil(*case[:4]).total.backward()
+        found.append([t.grad for t in (*case[0], *case[4])])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-14)
+
+
+def test_compiled_code_meets_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", 43 * 37)  # not a multiple of 4
+    shapes = set()
+
+    def recorded(p: torch.Tensor, logits: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        shapes.add((p.shape, logits.shape, weight.shape, None if out is None else out.shape))
+        return losses._core("soft_ce")(p, logits, weight, out)
+
+    monkeypatch.setattr(losses, "_compiled_core", lambda name: recorded)
+    head = torch.randn(37, 8)
+    for rows in (1, 10, 40, 77, 131):
+        feature = torch.randn(rows, 8, requires_grad=True)
+        teacher = Teacher(torch.randn(rows, 8), lambda x: x @ head.T)
+        distil([feature] * 2, torch.ones(2, rows), teacher, [Projection(lambda x: x @ head.T)] * 2, compiled=True)
+    assert len(shapes) == 1
+
+
+def test_a_step_of_factor_zero_is_still_measured() -> None:
+    case = _steps("shared")
+    found = distil(*case[:4], torch.tensor([1.0, 0.0, 0.5]))
+    torch.testing.assert_close(found.sums_K, distil(*case[:4]).sums_K)
+    found.total.backward()
+    grads = [feature.grad for feature in case[0]]
+    assert grads[1] is not None and not grads[1].any() and grads[2] is not None and grads[2].any()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_only_some_features_want_gradients(frozen: int) -> None:
+    whole, some = _steps("frozen"), _steps("frozen")
+    some[0][frozen].requires_grad_(False)
+    for case in (whole, some):
+        distil(*case[:4]).total.backward()
+    for k in range(3):
+        if k == frozen:
+            assert some[0][k].grad is None
+        else:
+            torch.testing.assert_close(some[0][k].grad, whole[0][k].grad)
+
+
+def test_a_trained_number() -> None:
+    """A parameter without dimensions, such as a temperature."""
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    features, weight_KR, teacher, projections, _ = _steps("frozen")
+    base = projections[0].logits_of
+
+    def total(scale: torch.Tensor) -> torch.Tensor:
+        return distil(features, weight_KR, teacher, [Projection(lambda x, t: base(x) * t, (scale,))] * 3).total
+
+    assert torch.autograd.gradcheck(total, (scale,))

@@ -278,6 +278,7 @@ def test_eagle3_trains_decodes_and_goes_on_from_itself(
     assert _run(eagle3_config(place, first), first) == 0
     said = capsys.readouterr().out
     assert "starts as the target's last one" in said and "check: accept length of the best head" in said
+    assert "memory: about" in said and "tokens: at most 256 per step, 2 draft steps each" in said
     losses = [line["loss"] for line in metrics_of(first) if "loss" in line]
     assert losses[-1] < losses[0]
     lines = (place / "rows.jsonl").read_text().splitlines(keepends=True)

@@ -18,7 +18,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> 
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
 
 
 def add_group(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], lr_scale: float) -> None:

@@ -24,6 +24,7 @@ from infer.probe import require_tree
 from train.config import RunConfig
 from train.conversations import TokenRow
 from train.feature_cache import Features, JoinedFeatures, build_feature_cache
+from train.memory import estimate_memory
 from train.optim import add_group, build_optimizer
 from train.regenerate import load_target, usable_cores
 from train.stage import Rows, prepare_rows, read_further, read_stage
@@ -124,6 +125,11 @@ def prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], No
         log(f"joint: LoRA of rank {config.joint.rank} ({size:,} parameters), from {config.joint.start:.0%} of the run")
     wrapped, optimizer = accelerator.prepare(head, optimizer)
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    steps, tokens = head.max_depth or config.loss.unroll_steps or 1, config.train.tokens_per_batch
+    estimate = estimate_memory(head, tokens, steps, dtype, config.train.gradient_checkpointing)
+    log(f"memory: {estimate} per process")
+    everywhere = tokens * config.train.grad_accumulation * accelerator.num_processes
+    log(f"tokens: at most {everywhere} per step, {steps} draft steps each; {_tokens(rows.train)} in an epoch")
     return Session(
         config, accelerator, target, wrapped, optimizer, rows, train_features, held_features, dtype, log, joint
     )
@@ -192,6 +198,10 @@ def _features(
     if len(sources) == 1:
         return parts[0], parts[1]
     return JoinedFeatures(parts[::2]), JoinedFeatures(parts[1::2])
+
+
+def _tokens(rows: Sequence[TokenRow]) -> int:
+    return sum(len(row.input_ids) for row in rows)
 
 
 def _joined(sources: Sequence[Rows]) -> Rows:
