@@ -65,7 +65,9 @@ def run_train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     Raises:
         ValueError: bad values, or a target that cannot be loaded.
     """
-    lengths, kinds = _lengths(args.lengths), _kinds(args.kinds)
+    lengths, kinds = _lengths(args.lengths), args.kinds.split(",")
+    if set(kinds) - set(KINDS):
+        raise ValueError(f"--kinds is {args.kinds!r}, expected some of {', '.join(KINDS)}, separated by commas")
     for name in ("steps", "draft_vocab", "repeats", "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -120,24 +122,12 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"--kinds is {text!r}, expected some of {', '.join(KINDS)}, separated by commas")
-    return kinds
-
-
 def fast_dtype(device: torch.device) -> torch.dtype:
     """What `train.mixed_precision: auto` computes in on that device (`train/session.py`)."""
+    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
-    else:
-        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
-
-
-# ---- what is measured: two heads that begin alike, and a batch -----------------------------------------------------
 
 
 @dataclass
@@ -319,9 +309,6 @@ def _table(found: dict[str, Any]) -> list[str]:
     if "speedup" in found:
         table.append(f"ours over dense: {found['speedup']:.2f}x tokens/s, {found['memory_ratio']:.2f}x less memory")
     return table
-
-
-# ---- matrix products: how many FLOPs, how fast ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
