@@ -22,11 +22,11 @@ from train.benchmark import (
     _side,
     _spec,
     attention_flops,
-    fast_dtype,
     make_head,
     products,
     random_batch,
 )
+from train.session import fast_dtype
 
 COMMAND = ["train", "--lengths", "64,128", "--repeats", "1", "--draft-vocab", "256", "--dense-limit", "64"]
 CPU = torch.device("cpu")

@@ -37,6 +37,7 @@ from train.conversations import TokenRow
 from train.dense import dense_loss
 from train.memory import PeakBytes
 from train.optim import build_optimizer
+from train.session import fast_dtype
 
 KINDS = ("eagle", "eagle3")
 _SHORTEST, _LONGEST = 200, 600  # tokens of a text
@@ -120,14 +121,6 @@ def _lengths(text: str) -> list[int]:
     if min(lengths) < 32 or any(length % 32 for length in lengths):
         raise ValueError(f"--lengths is {text!r}, expected multiples of 32 (a batch is padded to those)")
     return lengths
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """What `train.mixed_precision: auto` computes in on that device (`train/session.py`)."""
-    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 @dataclass

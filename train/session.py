@@ -83,10 +83,16 @@ def build_accelerator(config: RunConfig) -> Accelerator:
 def _precision(config: RunConfig, cpu: bool) -> str:
     if config.train.mixed_precision != "auto":
         return config.train.mixed_precision
-    if not cpu:
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bf16" if fast else "no"
+    return "bf16" if fast_dtype(torch.device("cpu" if cpu else "cuda")) == torch.bfloat16 else "no"
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """What `train.mixed_precision: auto` computes in on that device."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], None]) -> Session:
