@@ -74,6 +74,12 @@ def is_adapter(folder: str) -> bool:
     return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
 
 
+def adapter_in(folder: str, adapter: str | None) -> str | None:
+    """A head's adapter by a path that can be opened: it may be a directory in the head's own."""
+    inside = adapter is not None and ".." not in Path(adapter).parts and (Path(folder) / adapter).is_dir()
+    return str(Path(folder) / adapter) if inside and adapter is not None else adapter
+
+
 # ---- merged ------------------------------------------------------------------------------------------------
 
 

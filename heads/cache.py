@@ -92,9 +92,14 @@ class SlotCache(Cache):
         return buffers[-1][part % group]
 
     @property
+    def memories(self) -> list[Tensor]:
+        """All that is allocated: keys and values of layers of one shape, [part, B, Hkv, capacity, hd]."""
+        return [memory for buffers in self._buffers.values() for memory in buffers]
+
+    @property
     def bytes(self) -> int:
         """Memory that is allocated."""
-        return sum(b.numel() * b.element_size() for buffers in self._buffers.values() for b in buffers)
+        return sum(memory.numel() * memory.element_size() for memory in self.memories)
 
     def place(self, slot_BN: Tensor) -> None:
         """Makes the next pass a static one: it writes by index, and attention sees the whole capacity, so that no shape
@@ -157,6 +162,22 @@ class SlotCache(Cache):
             mine.keys[start:end, :, : part.length] = theirs.keys[:, :, : part.length]
             mine.values[start:end, :, : part.length] = theirs.values[:, :, : part.length]
         self.lengths[start:end] = part.lengths
+
+    def view(self, start: int, stop: int) -> SlotCache:
+        """Rows start .. stop as a cache over the same memory, with lengths of its own; for after the first pass."""
+        part = SlotCache(len(self.layers), self.capacity, stop - start)
+        part.set_lengths(self.lengths[start:stop])
+        for mine, its in zip(self.layers, part.layers, strict=True):
+            assert isinstance(mine, SlotLayer) and isinstance(its, SlotLayer)
+            if mine.keys is not None and mine.values is not None:
+                its.keys, its.values, its.device = mine.keys[start:stop], mine.values[start:stop], mine.device
+                its.is_initialized = True
+        return part
+
+    def copy_row(self, row: int, to: int, count: int) -> None:
+        """Copies the first `count` slots of a row into another one, in all layers."""
+        for memory in self.memories:
+            memory[:, to, :, :count] = memory[:, row, :, :count]
 
     def _slots(self) -> list[SlotLayer]:
         # Layers that share another layer's keys are never written and have nothing to move.

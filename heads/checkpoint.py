@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from heads.base import DraftHead
 from heads.config import HeadConfig
@@ -27,6 +28,7 @@ def save_head(
     files: dict[str, str] | None = None,
     dtype: torch.dtype | None = None,
     write: Callable[[Path], None] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes the head to `folder`, whole or not at all (temporary name, then rename), replacing a head there.
 
@@ -34,6 +36,7 @@ def save_head(
         files: further text files by name (run.yaml, provenance.json, ...).
         dtype: of the stored weights; default: as they are.
         write: adds what else belongs in the folder.
+        weights: the head's state, where it does not have it whole itself.
 
     Raises:
         ValueError: `folder` exists and is not a head of ours.
@@ -45,7 +48,7 @@ def save_head(
     tmp.mkdir(parents=True)
     tensors = {
         name: t.detach().to("cpu", dtype if dtype and t.is_floating_point() else t.dtype).contiguous()
-        for name, t in head.state_dict().items()
+        for name, t in (head.state_dict() if weights is None else weights).items()
     }
     save_file(tensors, tmp / WEIGHTS, metadata={"format": "pt"})
     (tmp / CONFIG).write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")

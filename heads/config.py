@@ -10,6 +10,7 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FORMAT_VERSION = 1
+CIRCUMSTANCES = ("embedding_sha256", "lm_head_sha256", "tokenizer_sha256", "trained_length")  # no part of its form
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,14 @@ class HeadConfig:
     fc_norm: bool = False  # EAGLE-3: each of them is normed
     norm_output: bool = False  # EAGLE-3: the next draft starts from the normed output
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normed hidden state
+    fc_bias: bool = False  # EAGLE: published heads have one; ours are trained without
+    attention_bias: bool = False  # of queries, keys and values, likewise
     target_adapter: str | None = None  # hub id or directory (also one inside the head's own) that the target carried
     trained_with_target: bool = False  # Medusa-2: that adapter was trained together with the head
+    embedding_sha256: str | None = None  # of the target (`heads.fingerprint`)
+    lm_head_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    trained_length: int | None = None  # tokens of the longest row in training
     format_version: int = FORMAT_VERSION
 
     @classmethod

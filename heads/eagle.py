@@ -27,7 +27,7 @@ class EagleHead(HiddenStateDrafter):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([DecoderLayer(config, input_norm=False)])
         self.rope = rotary(config)
         for module in self.modules():

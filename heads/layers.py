@@ -23,15 +23,15 @@ from heads.config import HeadConfig
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention, without bias."""
+    """Projections of grouped-query attention; queries, keys and values have biases if the config says so."""
 
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
 
@@ -80,7 +80,8 @@ class DecoderLayer(nn.Module):
         return self.input_layernorm(x_BTI) if self.input_norm else x_BTI
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.self_attn.head_dim).transpose(1, 2)
+        size = self.self_attn.head_dim
+        return x.view(*x.shape[:-1], x.shape[-1] // size, size).transpose(1, 2)  # -1 fails without positions
 
     def finish(self, residual_BTH: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residual and MLP. attended: [B, heads, T, hd]."""

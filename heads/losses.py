@@ -45,16 +45,6 @@ def feature_loss_sum(feature_RH: Tensor, teacher_RH: Tensor) -> Tensor:
     return F.smooth_l1_loss(_wide(feature_RH), _wide(teacher_RH), reduction="none").mean(-1).sum()
 
 
-def soft_ce_sum(feature_RH: Tensor, teacher_RH: Tensor, logits_of: LogitsOf) -> Tensor:
-    """Soft cross-entropy of the draft's token distribution against the target's, summed over R positions (nats).
-
-    EAGLE (arXiv 2401.15077, section 3.2): L_cls = CE(softmax(LMHead(f)), softmax(LMHead(f_draft))), that is
-    -sum_v p_v log q_v; both through the same frozen LM head. See `distil`.
-    """
-    weight_1R = _wide(feature_RH.detach()).new_ones(1, len(feature_RH))
-    return distil([feature_RH], weight_1R, Teacher(teacher_RH, logits_of), [Projection(logits_of)]).total
-
-
 @dataclass(frozen=True)
 class Teacher:
     """What drafts are checked against at R positions.

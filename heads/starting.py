@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.divided import gathered
 from heads.layers import DecoderLayer
 from heads.target import TargetAdapter
 
@@ -26,6 +27,11 @@ def start_from_last_layer(layer: DecoderLayer, hidden_norm: nn.Module, norm: nn.
         layer: its attention reads [embedding, hidden state]; the target's matrices go to the right half.
         hidden_norm: of the hidden state before attention. norm: of the output.
     """
+    with gathered(target.last_layer):
+        return _start(layer, hidden_norm, norm, target)
+
+
+def _start(layer: DecoderLayer, hidden_norm: nn.Module, norm: nn.Module, target: TargetAdapter) -> bool:
     last: Any = target.last_layer
     pairs: list[tuple[Tensor, Tensor | None]] = []
     for part, names in (("self_attn", _ATTENTION), ("mlp", _MLP)):

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,13 @@ from heads.compiled import StaticPasses
 from heads.embedded import resolve_target
 from heads.masks import LayerMasks, Masks
 
-_GQA_SDPA = "draftsmith_gqa_sdpa"
+if TYPE_CHECKING:
+    from heads.divided import Peers
+
+GQA_SDPA = "draftsmith_gqa_sdpa"
 
 
-def _gqa_sdpa(
+def gqa_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -60,8 +63,8 @@ def _gqa_sdpa(
     return out.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_GQA_SDPA, _gqa_sdpa)
-AttentionMaskInterface.register(_GQA_SDPA, sdpa_mask)  # for calls with a 2-D padding mask, as `generate` makes
+AttentionInterface.register(GQA_SDPA, gqa_sdpa)
+AttentionMaskInterface.register(GQA_SDPA, sdpa_mask)  # for calls with a 2-D padding mask, as `generate` makes
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class TargetAdapter:
         self.name, self.revision = name, revision
         self.adapter: str | None = None
         self.adapter_sha256: str | None = None
+        self.peers: Peers | None = None  # the processes that it is divided over
         self.config = model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.embedding: Any = model.get_input_embeddings()
@@ -146,6 +150,7 @@ class TargetAdapter:
         """Loads "embedded", a hub id or a local directory, quantised checkpoints included.
 
         Args:
+            dtype: "auto" is the stored one, or float32 on a CPU that has no instructions for that one.
             adapter: directory or hub id of a peft adapter, to be merged into the weights (`heads.adapter`).
             device_map: spreads the layers over devices, as transformers does; `device` is then not used.
             quantize: "4bit" or "8bit" makes transformers quantise the weights while loading (bitsandbytes).
@@ -160,12 +165,17 @@ class TargetAdapter:
             raise ValueError(f"target.path: {path!r} is an adapter; give its base here, and this as target.adapter")
         try:
             directory = resolve_target(path, cache_dir)
-            stored = getattr(AutoConfig.from_pretrained(directory, **source), "quantization_config", None)
+            config = AutoConfig.from_pretrained(directory, **source)
+            stored = getattr(config, "quantization_config", None)
             if device_map is None and (kwargs or stored is not None):
                 device_map = {"": str(device)}  # quantised weights are placed while loading, and may not be moved later
+            if isinstance(dtype, str) and dtype != "auto":
+                dtype = getattr(torch, dtype)
+            if dtype == "auto" and device_map in (None, {"": "cpu"}) and torch.device(device).type == "cpu":
+                dtype = quick_on_cpu(getattr(config, "dtype", None)) or dtype
             model: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
-                dtype=dtype if isinstance(dtype, torch.dtype) or dtype == "auto" else getattr(torch, dtype),
+                dtype=dtype,
                 device_map=device_map,
                 **source,
                 **kwargs,
@@ -201,7 +211,7 @@ class TargetAdapter:
         through_interface = getattr(self.model, "_supports_attention_backend", False)
         sdpa = self.config._attn_implementation == "sdpa"
         if grouped and not capped and through_interface and sdpa and self.device.type == "cpu":
-            self.model.set_attn_implementation(_GQA_SDPA)
+            self.model.set_attn_implementation(GQA_SDPA)
 
     def _store_hidden(self, module: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
@@ -212,6 +222,10 @@ class TargetAdapter:
             self._taps[k] = (output[0] if isinstance(output, tuple) else output).to(self.head_device)
 
         return hook
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._layers
 
     @property
     def last_layer(self) -> nn.Module:
@@ -438,6 +452,24 @@ def _bits(quantize: str) -> BitsAndBytesConfig:
 def pick_device(wanted: str) -> str:
     """ "auto" becomes cuda where there is one, else cpu."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, else float32."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def quick_on_cpu(stored: torch.dtype | None) -> torch.dtype | None:
+    """float32 for a stored dtype whose products a CPU would emulate (9 times slower on AVX2), else None."""
+    if stored == torch.float16:
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    else:
+        fast = stored != torch.bfloat16 or fast_dtype(torch.device("cpu")) == stored
+    return None if fast else torch.float32
 
 
 def _decoder(model: Any, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:

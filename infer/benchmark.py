@@ -27,7 +27,7 @@ from infer.library import library_greedy
 from infer.loading import Loaded, add_model_options, load_models
 from infer.machine import commit_id, machine_name, wait
 from infer.metrics import DecodeStats
-from infer.prompts import encode_prompt, read_prompts, spread
+from infer.prompts import add_prompt_options, encode_prompt, read_prompts, spread
 from infer.report import aligned
 from infer.stopping import StopRule
 from infer.trees import read_tree, tree_beside
@@ -47,7 +47,7 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=64, metavar="N", help="new tokens per prompt; default: 64")
     add("--repeats", type=int, default=5, metavar="N", help="each figure is a median of N; default: 5")
     add("--compile", action="store_true", help="also compiled plain decoding and compiled trees, for one row")
-    add("--raw", action="store_true", help="no chat template")
+    add_prompt_options(parser)
 
 
 def run_decode(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ def run_decode(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if len(prompts) < max(sizes):
         raise ValueError(f"--rows asks for {max(sizes)} prompts, {args.prompts} has {len(prompts)}; lower --rows")
     loaded = load_models(args)
-    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts]
+    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs) for prompt in prompts]
     assert loaded.head is not None, "load_models leaves the head out only if asked to"
     costs = measure_costs(loaded.target, loaded.head, CalibrationRequest(args.head, repeats=args.repeats), _say)
     target = loaded.target

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from infer.acceptance import Acceptance
 from infer.calibration import CALIBRATION, NODES, Choice, calibrate, choose, describe
 from infer.costs import CalibrationRequest, Costs
 from infer.loading import add_model_options, load_models
-from infer.prompts import counts_by_category, encode_prompt, read_prompts, spread
+from infer.prompts import add_prompt_options, counts_by_category, encode_prompt, read_prompts, spread
 
 _BEST = 10  # trees in the table
 
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what is measured").add_argument
     add("--prompts", metavar="FILE", required=True, help="JSONL, as for generate.py --eval")
     add("--limit", type=int, default=6, metavar="N", help="only N prompts, spread over the categories; default: 6")
-    add("--raw", action="store_true", help="no chat template: decode from the bare text")
+    add_prompt_options(parser)
     add("--tokens", type=int, default=default.tokens, metavar="N", help=f"per prompt; default: {default.tokens}")
     add("--rows", type=int, default=default.rows, metavar="N", help=f"batch size; default: {default.rows}")
     add(
@@ -68,7 +69,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     _say(f"{len(prompts)} prompts: {counts_by_category(prompts)}")
     loaded = load_models(args)
     assert loaded.head is not None, "load_models leaves the head out only if asked to"
-    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts]
+    request = replace(request, head_dir=args.head)  # a hub id is a directory now
+    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs) for prompt in prompts]
     found = calibrate(loaded.target, loaded.head, request, ids, _say, args.cache_dir)
     choice = choose(found.costs, found.acceptance)
     lines = [*_cost_lines(found.costs), "", *_acceptance_lines(found.acceptance), "", *_choice_lines(choice)]

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from heads.base import DraftHead, TreePolicy, candidates
-from heads.checkpoint import WEIGHTS
 from heads.embedded import cache_root
+from heads.formats.files import head_digest
 from heads.target import TargetAdapter
 from infer.acceptance import Acceptance, measure_acceptance
 from infer.costs import CalibrationRequest, Costs, Say, measure_costs
@@ -162,7 +162,6 @@ def calibrate(
 
 def calibration_key(target: TargetAdapter, request: CalibrationRequest) -> dict[str, Any]:
     """Everything that decides the costs of a batch size on this machine, JSON-able."""
-    weights = (Path(request.head_dir) / WEIGHTS).read_bytes()
     return {
         "machine": machine_name(target.device),
         "threads": torch.get_num_threads(),
@@ -171,7 +170,7 @@ def calibration_key(target: TargetAdapter, request: CalibrationRequest) -> dict[
         "target": target.name,
         "target_revision": target.revision,
         "attention": target.config._attn_implementation,
-        "head_sha256": hashlib.sha256(weights).hexdigest(),
+        "head_sha256": head_digest(Path(request.head_dir)),
         "versions": library_versions(),
     }
 

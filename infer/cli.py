@@ -13,7 +13,8 @@ from typing import Any
 from transformers import LogitsProcessorList
 
 from heads.base import TreePolicy
-from heads.checkpoint import read_config
+from heads.formats.files import head_folder
+from heads.formats.opening import is_native
 from heads.tree import Proposal
 from infer.audit import audit, format_audit
 from infer.calibration import calibrate, choose, describe
@@ -22,7 +23,15 @@ from infer.engine import DecodeOptions, RowRequest, RowResult, decode
 from infer.evaluation import EvalRequest, evaluate, open_results
 from infer.library import decode_library
 from infer.loading import Loaded, add_model_options, load_models
-from infer.prompts import Prompt, counts_by_category, encode_messages, encode_prompt, read_prompts, spread
+from infer.prompts import (
+    Prompt,
+    add_prompt_options,
+    counts_by_category,
+    encode_messages,
+    encode_prompt,
+    read_prompts,
+    spread,
+)
 from infer.sampling import build_processors
 from infer.stopping import StopRule
 from infer.streaming import ColourWriter, TextStream, TokenKind
@@ -53,8 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what("--audit", metavar="FILE", help="lossless proof on the prompts of a JSONL file")
     add_model_options(parser)
-    add = parser.add_argument_group("prompt and length").add_argument
-    add("--raw", action="store_true", help="no chat template: decode from the bare text")
+    group = parser.add_argument_group("prompt and length")
+    add_prompt_options(group)
+    add = group.add_argument
     add("--system", metavar="TEXT", help="system message before the prompt")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     add("--min-new-tokens", type=int, default=0, metavar="N", help="no end of sequence before")
@@ -233,7 +243,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     if args.ids is not None:
         ids = _parse_ids(args.ids)
     else:
-        ids = encode_prompt(loaded.tokenizer, Prompt("prompt", "all", args.prompt, args.system), args.raw)
+        ids = encode_prompt(
+            loaded.tokenizer, Prompt("prompt", "all", args.prompt, args.system), args.raw, args.template_kwargs
+        )
     _stream(loaded, job, ids, sys.stdout.write)
     return 0
 
@@ -329,7 +341,7 @@ def _run_chat(loaded: Loaded, job: _Job) -> int:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        ids = encode_messages(loaded.tokenizer, messages, f"turn {len(messages)}")
+        ids = encode_messages(loaded.tokenizer, messages, f"turn {len(messages)}", job.args.template_kwargs)
         messages.append({"role": "assistant", "content": _stream(loaded, job, ids, sys.stdout.write)})
 
 
@@ -341,7 +353,7 @@ def _prompts(job: _Job, file: str, option: str) -> list[Prompt]:
         _say(f"chosen: {' '.join(prompt.id for prompt in prompts)}")
     if job.args.system is not None:
         prompts = [Prompt(p.id, p.category, p.text, job.args.system) for p in prompts]
-    read_config(job.args.head)
+    is_native(head_folder(job.args.head))  # that there is one, before long work
     return prompts
 
 
@@ -349,7 +361,7 @@ def _run_answer(job: _Job) -> int:
     """One JSON line per prompt, in the file's order, `--rows` prompts decoded together."""
     prompts = _prompts(job, job.args.answer, "--answer")
     loaded, job = _load(job)
-    ids = [encode_prompt(loaded.tokenizer, prompt, job.args.raw) for prompt in prompts]
+    ids = [encode_prompt(loaded.tokenizer, prompt, job.args.raw, job.args.template_kwargs) for prompt in prompts]
     build, stop, rows = job.processors(loaded), job.stop(loaded), job.args.rows or 1
     started, made = time.perf_counter(), 0
     for first in range(0, len(prompts), rows):
@@ -390,11 +402,17 @@ def _run_eval(job: _Job) -> int:
         options=job.options,
         max_new_tokens=args.max_new_tokens,
         prompts=prompts,
-        prompt_ids=[encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts],
+        prompt_ids=[encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs) for prompt in prompts],
         head_dir=args.head,
         eval_file=args.eval,
         changed=loaded.changed,
-        settings={"raw": args.raw, "system": args.system, "limit": args.limit, "compile": args.compile},
+        settings={
+            "raw": args.raw,
+            "template_kwargs": args.template_kwargs,
+            "system": args.system,
+            "limit": args.limit,
+            "compile": args.compile,
+        },
         argv=job.argv,
         sampling=job.sampling(),
         processors=job.processors(loaded),
@@ -425,7 +443,7 @@ def _run_audit(job: _Job) -> int:
     loaded, job = _load(job)
     if loaded.head is None:
         raise ValueError("--tree auto chose plain decoding: there is nothing to audit; give a tree")
-    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts]
+    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs) for prompt in prompts]
     draws = {} if args.draws is None else {"draws": args.draws}
     found = audit(
         loaded.target,

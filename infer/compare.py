@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from heads.base import DraftHead, TreePolicy, trainable_parameters
-from heads.checkpoint import load_head, read_config
-from heads.target import TargetAdapter
+from heads.formats.opening import open_head
 from infer.calibration import describe
 from infer.costs import Say
 from infer.engine import DecodeOptions, RowRequest, decode
 from infer.loading import add_model_options, load_models
 from infer.machine import commit_id, library_versions, machine_name
 from infer.metrics import DecodeStats
-from infer.prompts import encode_prompt, read_prompts, spread
+from infer.prompts import add_prompt_options, encode_prompt, read_prompts, spread
 from infer.report import aligned
 from infer.stopping import StopRule
 from infer.trees import policy_of
@@ -47,7 +46,7 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=13, metavar="N", help="only N prompts, spread over the categories; default: 13")
     add("--tokens", type=int, default=128, metavar="N", help="new tokens per prompt at most; default: 128")
     add("--tree", action="append", metavar="FILE", help="a static tree per head, in the order of the heads")
-    add("--raw", action="store_true", help="no chat template")
+    add_prompt_options(parser)
 
 
 def run_compare(args: argparse.Namespace, argv: Sequence[str], say: Say) -> None:
@@ -65,9 +64,9 @@ def run_compare(args: argparse.Namespace, argv: Sequence[str], say: Say) -> None
         )
     if args.tokens < 2:
         raise ValueError(f"--tokens is {args.tokens}, expected 2 or more")
-    first = read_config(args.head)
-    for folder in args.others:
-        other = read_config(folder)
+    opened = [open_head(folder, args.target, cache_dir=args.cache_dir) for folder in folders]
+    first = opened[0].config
+    for folder, other in zip(args.others, (one.config for one in opened[1:]), strict=True):
         if other.trained_with_target:
             raise ValueError(f"--with {folder}: it was trained together with a target of its own; leave it out")
         for name in ("target", "target_revision", "target_adapter"):
@@ -79,10 +78,10 @@ def run_compare(args: argparse.Namespace, argv: Sequence[str], say: Say) -> None
     prompts = spread(read_prompts(args.prompts, "--prompts"), args.limit)
     loaded = load_models(args)
     assert loaded.head is not None, "load_models leaves the head out only if asked to"
-    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw) for prompt in prompts]
+    ids = [encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs) for prompt in prompts]
     ways = [Contestant("plain decoding", None, TreePolicy())]
     for number, folder in enumerate(folders):
-        head = loaded.head if number == 0 else _further(folder, loaded.target)
+        head = loaded.head if number == 0 else opened[number].for_target(loaded.target)
         tree = None if args.tree is None else args.tree[number]
         ways.append(Contestant(folder, head, policy_of(tree, head, folder, "top_k"), _minutes(folder)))
     stop = StopRule(loaded.target.eos_ids, args.tokens)
@@ -110,13 +109,6 @@ def run_compare(args: argparse.Namespace, argv: Sequence[str], say: Say) -> None
         "command": shlex.join(["scripts/compare_heads.py", *argv]),
     }
     print(json.dumps(summary), flush=True)
-
-
-def _further(folder: str, target: TargetAdapter) -> DraftHead:
-    head = load_head(folder).to(device=target.head_device, dtype=target.dtype).eval()
-    head.bind(target)
-    target.tap(head.needs.taps)
-    return head
 
 
 def _minutes(folder: str) -> float | None:

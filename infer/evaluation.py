@@ -22,8 +22,8 @@ import transformers
 from transformers import LogitsProcessorList, MaxLengthCriteria
 
 from heads.base import DraftHead
-from heads.checkpoint import WEIGHTS
 from heads.compiled import StaticPasses
+from heads.formats.files import head_digest
 from heads.target import TargetAdapter
 from infer.audit import Chooser, replay
 from infer.baseline import decode_plain
@@ -117,7 +117,7 @@ class EvalRequest:
         raw = {
             **self.settings,
             "head": str(Path(self.head_dir).resolve()),
-            "head_sha256": _sha256(Path(self.head_dir) / WEIGHTS),
+            "head_sha256": head_digest(Path(self.head_dir)),
             "target": target.name,
             "target_revision": target.revision,
             "prompts": Path(self.eval_file).name,

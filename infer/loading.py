@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from heads.adapter import adapter_in
 from heads.base import DraftHead
-from heads.checkpoint import load_head, read_config
 from heads.config import HeadConfig
 from heads.embedded import resolve_target
+from heads.fingerprint import differences, tokenizer_digest
+from heads.formats.opening import open_head
 from heads.target import TargetAdapter, pick_device
 from infer.probe import require_tree
 
@@ -37,10 +39,17 @@ class Loaded:
     changed: str | None = None
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `load_models` reads."""
+def add_model_options(parser: argparse.ArgumentParser, head: str = "--head") -> None:
+    """The options that `load_models` reads; `head` is an option, or ("head") a positional argument."""
     add = parser.add_argument_group("model").add_argument
-    add("--head", metavar="DIR", required=True, help="a head written by training")
+    needed: dict[str, Any] = {"required": True} if head.startswith("-") else {}
+    add(
+        head,
+        metavar="DIR",
+        **needed,
+        help="a head: directory written by training, or directory or hub id of a published one in the layout of vLLM, "
+        "SGLang, TensorRT-LLM, speculators, or the EAGLE, Medusa or Hydra repositories",
+    )
     add(
         "--adapter",
         metavar="DIR",
@@ -49,7 +58,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--target", help='hub id, directory or "embedded"; default: the one the head was trained for')
     add("--cache-dir", metavar="DIR", help="where the embedded target is kept")
-    add("--dtype", choices=_DTYPES, default="auto", help="auto: as the target is stored (default)")
+    dtypes = "auto: as stored, or float32 on a CPU that lacks it; default: %(default)s"
+    add("--dtype", choices=_DTYPES, default="auto", help=dtypes)
     add("--device", default="auto", help="auto (default): cuda if there is one, else cpu")
     add("--device-map", metavar="MAP", help='spread the target over devices, as transformers\' device_map ("auto")')
     add("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
@@ -66,9 +76,12 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         if args.threads < 1:
             raise ValueError(f"--threads is {args.threads}, expected 1 or more")
         torch.set_num_threads(args.threads)
-    config = read_config(args.head)
+    opened = open_head(args.head, args.target, trust_remote_code=args.trust_remote_code, cache_dir=args.cache_dir)
+    args.head = str(opened.folder)  # a hub id is a directory from here on
+    config = opened.config
     path = args.target or config.target
-    head = None if plain else load_head(args.head)
+    if not path:
+        raise ValueError(f"--head: {args.head} does not say which target it is for: give --target")
     revision = config.target_revision if path == config.target else None
     adapter = _adapter(args.adapter, config, args.head)
     changed = None
@@ -83,13 +96,11 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         revision=revision,
         trust_remote_code=args.trust_remote_code,
         cache_dir=args.cache_dir,
-        taps=() if head is None else head.needs.taps,
         adapter=adapter,
     )
-    fit = True
-    if head is not None:
-        head = head.to(device=target.head_device, dtype=target.dtype).eval()
-        head.bind(target)
+    fit, head = True, None
+    if not plain:
+        head = opened.for_target(target)
         require_tree(target)
     else:
         try:
@@ -102,14 +113,15 @@ def load_models(args: argparse.Namespace, plain: bool = False) -> Loaded:
         )
     except OSError as error:
         raise ValueError(f"--target: {path!r} has no tokenizer: {error}") from error
+    ours = {"tokenizer_sha256": tokenizer_digest(tokenizer)} if config.tokenizer_sha256 is not None else {}
+    for difference in differences(config, ours, path):
+        print(f"warning: {difference}", file=sys.stderr, flush=True)
     return Loaded(target, head, tokenizer, fit, changed)
 
 
 def _adapter(asked: str | None, config: HeadConfig, folder: str) -> str | None:
     """The target's adapter: as asked, or the one that the head was trained for, which its own directory may hold."""
-    trained = config.target_adapter
-    if trained is not None and (Path(folder) / trained).is_dir():
-        trained = str(Path(folder) / trained)
+    trained = adapter_in(folder, config.target_adapter)
     if asked is None:
         return trained
     chosen = None if asked == "none" else asked

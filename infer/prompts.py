@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,22 +116,53 @@ def counts_by_category(prompts: Sequence[Prompt]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, raw: bool) -> list[int]:
+def add_prompt_options(parser: argparse._ActionsContainer) -> None:
+    """How prompts become token ids: --raw and --template-kwargs."""
+    parser.add_argument("--raw", action="store_true", help="no chat template: decode from the bare text")
+    parser.add_argument(
+        "--template-kwargs",
+        type=_read_kwargs,
+        default={},
+        metavar="JSON",
+        help="arguments for the chat template, as in the head's data.template_kwargs: '{\"enable_thinking\": false}'",
+    )
+
+
+def _read_kwargs(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a JSON object")
+    return found
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, raw: bool, template_kwargs: Mapping[str, Any]) -> list[int]:
     """Token ids of the prompt: through the chat template up to the start of the answer, or `raw`.
 
     The template writes its own special tokens; raw text gets those that the tokenizer adds by itself.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the template refuses the prompt.
+        ValueError: the tokenizer has no chat template, the template refuses the prompt, or there are arguments for
+            it, but it is not used.
     """
     if raw:
+        if template_kwargs:
+            raise ValueError("--template-kwargs are for the chat template, which --raw leaves out: give one of them")
         return list(tokenizer(prompt.text, verbose=False)["input_ids"])
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    return encode_messages(tokenizer, [*messages, {"role": "user", "content": prompt.text}], f"prompt {prompt.id}")
+    return encode_messages(
+        tokenizer, [*messages, {"role": "user", "content": prompt.text}], f"prompt {prompt.id}", template_kwargs
+    )
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]], what: str) -> list[int]:
+def encode_messages(
+    tokenizer: Any, messages: Sequence[dict[str, str]], what: str, template_kwargs: Mapping[str, Any]
+) -> list[int]:
     """Token ids of a conversation through the chat template, up to the start of the next answer.
+
+    template_kwargs: extra arguments of the template.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template refuses the conversation (`what` names it).
@@ -140,7 +172,9 @@ def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]], what: st
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; use --raw to decode from the bare text"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: an argument that the library gives itself
         raise ValueError(f"{what}: the chat template refuses it: {error}") from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

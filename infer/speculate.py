@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from heads.adapter import check_wrapper, unwrapped
 from heads.base import DraftHead, TreePolicy
-from heads.checkpoint import load_head
+from heads.formats.opening import known_target, open_head
 from heads.target import TargetAdapter
 from heads.tree import Proposal
 from infer.engine import DecodeOptions, RowRequest, RowResult, decode
@@ -99,7 +99,7 @@ def speculate(
 
     Args:
         model: any causal LM of transformers.
-        head: a head, or the directory of one.
+        head: a head, or the directory or hub id of one, in any layout.
         tree: shape of the drafted trees, a `StaticTree`, or a file of `scripts/fit_tree.py`; None: tree.json in the
             head's directory, else the default shape.
         proposal, rule: see `infer.engine.DecodeOptions`. rule None: "greedy", or with do_sample "match" for likeliest
@@ -138,9 +138,12 @@ def speculate(
 
 
 def _loaded(model: Any, head: DraftHead | str | os.PathLike[str]) -> DraftHead:
-    loaded = head if isinstance(head, DraftHead) else load_head(head)
-    adapter = adapter_of(model, loaded.needs.taps)
-    return loaded.to(device=adapter.head_device, dtype=adapter.dtype).eval()
+    if isinstance(head, DraftHead):
+        adapter = adapter_of(model, head.needs.taps)
+        return head.to(device=adapter.head_device, dtype=adapter.dtype).eval()
+    config = unwrapped(model).config
+    opened = open_head(os.fspath(head), known_target(config, getattr(config, "_name_or_path", "")))
+    return opened.for_target(adapter_of(model))
 
 
 def _folder(head: DraftHead | str | os.PathLike[str]) -> str | os.PathLike[str] | None:

@@ -161,19 +161,39 @@ class TextStream:
 
         Only how many U+FFFD a broken run of byte-fallback tokens makes is not known here: those may be off.
         """
+        kinds = list[TokenKind]()
+        start, in_bytes = self._start, False
+        for place in range(self._start, len(self._ids) + 1):
+            if place < len(self._ids):
+                is_byte = fallback_byte(self._tokenizer, self._ids[place]) is not None
+                if is_byte == in_bytes or self._token_bytes.special(self._ids[place]):
+                    continue
+            else:
+                is_byte = in_bytes
+            length = len(decode_text(self._tokenizer, self._ids[self._start : place])) - len(kinds)
+            found = self._kinds_of(start, place)
+            if in_bytes:
+                kinds += [*found, *found[-1:] * (length - len(found))][:length]
+            else:  # decoders differ from the bytes at the start of a text: a space less, or the "##" of a word piece
+                missing = length - len(found)
+                kinds += [self._id_kinds[start]] * missing + found[max(0, -missing) :]
+            start, in_bytes = place, is_byte
+        return kinds
+
+    def _kinds_of(self, start: int, stop: int) -> list[TokenKind]:
+        """The kinds of the characters that these tokens' bytes make."""
+        if start == stop:
+            return []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        kinds, before = list[TokenKind](), self._id_kinds[self._start]
-        for token, kind in zip(self._ids[self._start :], self._id_kinds[self._start :], strict=True):
+        kinds, before = list[TokenKind](), self._id_kinds[start]
+        for token, kind in zip(self._ids[start:stop], self._id_kinds[start:stop], strict=True):
             for byte in b"" if self._token_bytes.special(token) else self._token_bytes(token):
                 # With a byte that ends no character come at most the broken ones before it.
                 ended = len(decoder.decode(bytes([byte])))
                 own = int(ended > 0 and not decoder.getstate()[0])
                 kinds += [before] * (ended - own) + [kind] * own
                 before = kind
-        kinds += [before] * len(decoder.decode(b"", final=True))
-        # Decoders differ from the bytes at the start of a text: a space less, or the "##" of a word piece.
-        missing = len(self._text) - len(kinds)
-        return [self._id_kinds[self._start]] * missing + kinds[max(0, -missing) :]
+        return kinds + [before] * len(decoder.decode(b"", final=True))
 
     def _move_window(self, pending: int) -> None:
         """Tokens whose text has been written become the context of the next ones, and the old context is left.

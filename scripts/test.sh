@@ -26,7 +26,8 @@ if [[ $environment == default ]]; then
   check ruff format --check
   check mypy
 fi
-check pytest "$@"
+# A process per core; the tests of a file stay together, so that their fixtures are made once.
+check pytest --numprocesses auto --maxprocesses 8 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
   printf 'FAILED: %s\n' "${failed[@]}" >&2

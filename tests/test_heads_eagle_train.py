@@ -119,7 +119,7 @@ def test_prefix_counts_are_products_along_the_root() -> None:
     assert (named["rounds"], named["emitted"]) == (3, 6)
 
 
-@pytest.mark.parametrize(("name", "unroll"), [("llama", 1), ("llama", 3), ("llama_tied", 1), ("qwen2", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(("name", "unroll"), [("llama", 1), ("llama", 3), ("gpt2", 1)])
 def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int) -> None:
     """Trained on one conversation, the head must reach near the maximal accept length when decoding it.
 
@@ -129,9 +129,9 @@ def test_overfitted_conversation_is_accepted_nearly_whole(name: str, unroll: int
     check_overfitting(name, target, tiny_head(target), LossSpec(1.0, 1.0, 0.8), draft_steps=unroll, lr=3e-3, steps=400)
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}, {"projection": "shared"}])
-def test_eagle3_overfits_too(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "steps"), [({}, 250), ({"fc_norm": True, "norm_output": True}, 400)])
+def test_eagle3_overfits_too(options: dict[str, Any], steps: int) -> None:
     target = tiny_target("llama")
     head = tiny_head(target, kind="eagle3", **options)
     head.init_from_target()
-    check_overfitting("llama", target, head, LossSpec(0.0, 1.0, 0.8), draft_steps=4, lr=3e-3, steps=400)
+    check_overfitting("llama", target, head, LossSpec(0.0, 1.0, 0.8), draft_steps=4, lr=3e-3, steps=steps)

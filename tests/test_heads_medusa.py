@@ -201,8 +201,15 @@ def test_head_k_learns_the_token_k_plus_2_further_on(kind: str) -> None:
         assert int(drafted) == 10 + k + 2
 
 
-@pytest.mark.parametrize(("kind", "projection"), [("medusa", "shared"), ("medusa", "own"), ("hydra", "shared")])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "kind", "projection"),
+    [
+        ("llama", "medusa", "shared"),
+        ("llama", "medusa", "own"),
+        ("llama", "hydra", "shared"),
+        ("gpt2", "hydra", "shared"),
+    ],
+)
 def test_overfitted_conversation_is_accepted_nearly_whole(name: str, kind: str, projection: str) -> None:
     """Trained on one conversation, decoding must accept nearly everything: the shifts of batching and engine agree."""
     target = tiny_target(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from heads.masks import Masks
-from heads.target import _GQA_SDPA, TargetAdapter
+from heads.target import GQA_SDPA, TargetAdapter
 from heads.tree import additive_mask
 from tests.tiny import _GATED, CONFIGS, prompt_ids, tiny_model, tiny_target
 
@@ -128,7 +129,7 @@ def test_an_altered_head_path_is_refused() -> None:
 def test_grouped_attention_equals_the_librarys(reference: str) -> None:
     """On a masked tree-like pass and on the unmasked causal one. Gradients are not needed: inference only."""
     target = tiny_target("llama")
-    assert target.config._attn_implementation == _GQA_SDPA
+    assert target.config._attn_implementation == GQA_SDPA
     mask = causal(len(IDS))
     mask[..., 6:, 3:5] = torch.finfo(torch.float32).min
     other = tiny_model("llama")
@@ -142,7 +143,7 @@ def test_grouped_attention_equals_the_librarys(reference: str) -> None:
 
 
 def test_grouped_attention_refuses_what_it_would_ignore() -> None:
-    attention = AttentionInterface()[_GQA_SDPA]
+    attention = AttentionInterface()[GQA_SDPA]
     q, kv = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="eager"):
         attention(torch.nn.Module(), q, kv, kv, None, softcap=30.0)
@@ -234,3 +235,13 @@ def test_a_quantised_lm_head_gives_logits_of_tokens_too() -> None:
 def test_a_missing_target_is_told() -> None:
     with pytest.raises(ValueError, match=r"target\.path"):
         TargetAdapter.load("./no/such/directory")
+
+
+@pytest.mark.parametrize("native", [torch.float32, torch.bfloat16])
+def test_auto_avoids_what_a_cpu_would_emulate(
+    native: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path)
+    monkeypatch.setattr("heads.target.fast_dtype", lambda device: native)
+    assert TargetAdapter.load(str(tmp_path)).dtype == native
+    assert TargetAdapter.load(str(tmp_path), dtype="bfloat16").dtype == torch.bfloat16

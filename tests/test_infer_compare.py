@@ -50,7 +50,7 @@ def test_rows_are_what_each_head_does_alone(place: Path, capsys: pytest.CaptureF
     assert [row["training_minutes"] for row in found["rows"]] == [None, None, 1.5]
     assert found["rows"][2]["tree"] == "static, depth 2, 4 nodes" and found["prompts"] == 3
     target, tokenizer = tiny_target("llama"), tiny_tokenizer()
-    prompts = [encode_prompt(tokenizer, p, False) for p in read_prompts(str(place / "prompts.jsonl"), "--prompts")]
+    prompts = [encode_prompt(tokenizer, p, False, {}) for p in read_prompts(str(place / "prompts.jsonl"), "--prompts")]
     for row, kind in zip(found["rows"], (None, "eagle", "medusa"), strict=True):
         head: Any = None if kind is None else tiny_head(target, kind=kind)
         options = DecodeOptions() if head is None else DecodeOptions(policy_of(None, head, place / str(kind), "top_k"))

@@ -55,7 +55,7 @@ def options(place: Path, *more: str, new: int = 12) -> list[str]:
 
 def test_prompt_streams_the_librarys_text(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer()
-    ids = encode_prompt(tokenizer, Prompt("", "", "Hello", None), raw=False)
+    ids = encode_prompt(tokenizer, Prompt("", "", "Hello", None), raw=False, template_kwargs={})
     assert tokenizer.decode(ids) == "<|user|>Hello<|end|><|assistant|>"
     text = tokenizer.decode(library_greedy(small_model(len(tokenizer)), ids, 12), skip_special_tokens=True)
     assert main(options(place, "--prompt", "Hello")) == 0
@@ -112,6 +112,8 @@ def test_eval(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ["--prompt", "a", "--tree", "auto", "--tree-width", "2"],
         ["--eval", "f", "--plain"],
         ["--chat", "--raw"],
+        ["--prompt", "a", "--template-kwargs", "x"],
+        ["--prompt", "a", "--template-kwargs", "[1]"],
         ["--ids", "1", "--system", "b"],
     ],
     ids=" ".join,
@@ -125,7 +127,7 @@ def test_wrong_options_end_with_2(wrong: list[str]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (["--head", "nowhere", "--prompt", "a"], "nowhere holds no config.json"),
+        (["--head", "nowhere", "--prompt", "a"], "nowhere is not a directory"),
         (["--target", "./nowhere", "--prompt", "a"], "./nowhere"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens"),
         (["--prompt", "a", "--max-new-tokens", "999"], "256 positions"),
@@ -213,7 +215,9 @@ def test_answers_do_not_depend_on_the_rows(place: Path, capsys: pytest.CaptureFi
     assert single == together and [row["id"] for row in single] == ["11", "12", "13", "x"]
     tokenizer = tiny_tokenizer()
     prompt = read_prompts(file)[1]
-    ids = library_greedy(small_model(len(tokenizer)), encode_prompt(tokenizer, prompt, raw=False), 12)
+    ids = library_greedy(
+        small_model(len(tokenizer)), encode_prompt(tokenizer, prompt, raw=False, template_kwargs={}), 12
+    )
     assert single[1]["ids"] == ids and single[1]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -248,7 +252,7 @@ def test_chat_keeps_the_conversation(
     expected = []
     for turn in ("Hi", "And then?"):
         messages.append({"role": "user", "content": turn})
-        ids = encode_messages(tokenizer, messages, "")
+        ids = encode_messages(tokenizer, messages, "", {})
         text = tokenizer.decode(library_greedy(small_model(len(tokenizer)), ids, 12), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": text})
         expected.append(text)
@@ -282,7 +286,7 @@ def test_the_adapter_that_the_head_was_trained_for(
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     config["target_adapter"] = "adapter" if where == "inside" else str(folder)
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    ids = encode_prompt(tiny_tokenizer(), Prompt("", "", "Hello"), raw=False)
+    ids = encode_prompt(tiny_tokenizer(), Prompt("", "", "Hello"), raw=False, template_kwargs={})
     base = library_greedy(small_model(vocab), ids, 12)
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wrapped = adapted(small_model(vocab))
@@ -317,8 +321,20 @@ def test_an_adapter_for_a_head_of_the_base(place: Path, tmp_path: Path, capsys: 
 def test_a_tokenizer_without_chat_template_needs_raw() -> None:
     tokenizer = tiny_tokenizer(chat=False)
     with pytest.raises(ValueError, match="--raw"):
-        encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=False)
-    assert tokenizer.decode(encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=True)) == "Hello"
+        encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=False, template_kwargs={})
+    assert tokenizer.decode(encode_prompt(tokenizer, Prompt("", "", "Hello"), raw=True, template_kwargs={})) == "Hello"
+
+
+def test_arguments_of_the_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if thinking %}hm;{% endif %}" + tokenizer.chat_template
+    prompt = Prompt("", "", "Hello")
+    ids = encode_prompt(tokenizer, prompt, raw=False, template_kwargs={"thinking": True})
+    assert tokenizer.decode(ids) == "hm;<|user|>Hello<|end|><|assistant|>"
+    with pytest.raises(ValueError, match="--raw leaves out"):
+        encode_prompt(tokenizer, prompt, raw=True, template_kwargs={"thinking": True})
+    with pytest.raises(ValueError, match="the chat template refuses it"):
+        encode_prompt(tokenizer, prompt, raw=False, template_kwargs={"tokenize": True})
 
 
 def test_rows_of_every_form(tmp_path: Path) -> None:

@@ -269,6 +269,15 @@ def test_only_colours_differ(
     assert got == want
 
 
+def test_a_broken_run_of_bytes_leaves_the_colours_before_it() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = ids_of(tokenizer, ["a", "b", "<0xC3>", "<0xA9>", "<0xC3>", "<0xA9>"])
+    kinds: list[Any] = ["accepted", "corrected", "accepted", "accepted", "plain", "corrected"]
+    for cut in range(1, 6):  # in the first piece the run is whole, or ends inside a character
+        text = coloured(tokenizer, [(ids[:cut], kinds[:cut]), (ids[cut:], kinds[cut:])])
+        assert kinds_of(text) == ("abéé", ["accepted", "corrected", "accepted", "corrected"])
+
+
 def test_a_character_of_two_kinds_takes_the_later_one() -> None:
     runs = (
         ("byte_level", ["a", "ð", "Ł", "Ļ", "Ĥ", "b"]),

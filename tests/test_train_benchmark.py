@@ -12,21 +12,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
+from heads.target import fast_dtype
 from scripts.benchmark import main
 from tests.tiny import tiny_target
 from tests.tiny_run import make_place
 from train.benchmark import (
     Machine,
-    Product,
     Side,
     _side,
-    _spec,
     attention_flops,
     make_head,
+    own_loss,
     products,
     random_batch,
 )
-from train.session import fast_dtype
+from train.flops import Product
 
 COMMAND = ["train", "--lengths", "64,128", "--repeats", "1", "--draft-vocab", "256", "--dense-limit", "64"]
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def _sides(kind: str, large: bool = False) -> list[Side]:
     """
     target = tiny_target(LARGE if large else "llama")
     vocab = 8192 if large else 256
-    return [_side(name, kind, target, vocab, _spec(kind, False)) for name in ("ours", "dense")]
+    return [_side(name, kind, target, vocab, own_loss(kind, False)) for name in ("ours", "dense")]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -217,3 +217,25 @@ def test_rates_are_measured_once_per_shape() -> None:
 
 def test_the_dtype_is_one_that_training_would_take() -> None:
     assert fast_dtype(CPU) in (torch.float32, torch.bfloat16)
+
+
+# --- generation -----------------------------------------------------------------------------------------------
+
+
+def test_generation_in_processes_gives_the_librarys_texts(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i} {'abcde' * (i % 3)}"}) + "\n" for i in range(7)))
+    command = ["generate", "--target", str(place / "target"), "--prompts", str(prompts), "--count", "7", "--rows", "2"]
+    command += ["--tokens", "9", "--repeats", "1", "--dtype", "float32", "--threads", "2", "--processes", "2"]
+    assert main(command) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (run,) = result["runs"]
+    assert result["processes"] == {"ours": 2, "library": 1} and run["same_texts"] == 7 and run["ours"]["exact"]
+    assert run["ours"]["tokens"] == run["library"]["tokens"] and 7 < run["ours"]["tokens"][0] <= 63
+    assert main([*command, "--processes", "8"]) == 1
+    assert "--count is 7, expected a prompt for every process" in capsys.readouterr().err
+    command[2] = str(tmp_path / "nowhere")
+    assert main(command) == 1
+    assert "target.path" in capsys.readouterr().err

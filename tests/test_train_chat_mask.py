@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from train.chat_mask import Dropped, describe_row, encode_all, encode_conversation, end_of_turn_ids
-from train.conversations import Conversation, TokenRow
+from tests.chat_templates import CHATML, LLAMA3, MARKED, byte_tokenizer, ids_of, talk
+from train.chat_mask import Dropped, describe_row, encode_conversation, encode_each, end_of_turn_ids
+from train.conversations import Conversation, DropCounts, TokenRow
 
-# The end-of-turn token and the newline after it are outside what the first two supply before an answer.
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>\n\n{{ m['content'] }}<|eot|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
-)
 # Gemma's turns (answers by "model", no system role), answers marked, the newline inside the mark
 GEMMA_MARKED = (
     "<bos>{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% if m['role'] == 'assistant' %}<turn>model\n"
+    "{% if m['role'] == 'assistant' %}<start_of_turn>model\n"
     "{% generation %}{{ m['content'] }}<end_of_turn>\n{% endgeneration %}"
-    "{% else %}<turn>user\n{{ m['content'] }}<end_of_turn>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+    "{% else %}<start_of_turn>user\n{{ m['content'] }}<end_of_turn>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
-    "llama3": (LLAMA3, "<|eot|>"),
+    "llama3": (LLAMA3, "<|eot_id|>"),
     "gemma": (GEMMA_MARKED, "<end_of_turn>"),
 }
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>"]
-SPECIAL += ["<bos>", "<turn>", "<end_of_turn>", "<eos>"]
-
-
-def wrap(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=inner)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def byte_tokenizer(template: str | None, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    """One token a byte and the special tokens above: text and ids correspond exactly."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
-    inner = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return wrap(inner, template)
-
-
-def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> set[int]:
-    vocabulary = tokenizer.get_vocab()
-    return {vocabulary[token] for token in tokens}
-
-
-def talk(*texts: str, system: str | None = None) -> Conversation:
-    """User and assistant in turn, user first."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-    return Conversation("row", "test", tuple(([{"role": "system", "content": system}] if system else []) + turns))
 
 
 def encode(
@@ -80,6 +42,17 @@ def encode(
     return row
 
 
+def encode_all(
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: list[Conversation],
+    limit: int,
+    ends: Collection[int],
+    data_name: str = "the data",
+) -> tuple[list[TokenRow], DropCounts]:
+    counts = DropCounts()
+    return list(encode_each(tokenizer, conversations, limit, ends, counts, data_name=data_name)), counts
+
+
 def supervised_texts(tokenizer: PreTrainedTokenizerFast, row: TokenRow) -> list[str]:
     return [str(tokenizer.decode(list(row.input_ids[a:b]))) for a, b in row.spans]
 
@@ -89,11 +62,11 @@ def test_ten_tokens_by_hand() -> None:
     words = ["<end>", "user:", "assistant:", "how", "are", "you", "very", "well", "thank"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = wrap(
-        inner,
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} "
         "{% if m['role'] == 'assistant' %}<end> {% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     row = encode_conversation(tokenizer, talk("how are you", "very well thank you"), 100, eos_ids={0})
     #                                user: how are you assistant: | very well thank you <end>
@@ -106,9 +79,9 @@ def test_single_and_multi_turn(name: str) -> None:
     template, end = TEMPLATES[name]
     tokenizer = byte_tokenizer(template)
     assert supervised_texts(tokenizer, encode(tokenizer, talk("hi", "hello"), end)) == [f"hello{end}"]
-    row = encode(tokenizer, talk("hi", "hello", "more?", "no\n"), end)
-    assert supervised_texts(tokenizer, row) == [f"hello{end}", f"no\n{end}"]
-    rendered = tokenizer.apply_chat_template(list(talk("hi", "hello", "more?", "no\n").messages), tokenize=False)
+    row = encode(tokenizer, talk("hi", "hello", "more?", "no"), end)
+    assert supervised_texts(tokenizer, row) == [f"hello{end}", f"no{end}"]
+    rendered = tokenizer.apply_chat_template(list(talk("hi", "hello", "more?", "no").messages), tokenize=False)
     assert tokenizer.decode(list(row.input_ids)) == rendered
     assert not row.truncated
 
@@ -120,11 +93,11 @@ def test_written_out_positions() -> None:
     row = encode(chatml, talk("hi", "ok"), "<|im_end|>")
     assert row.spans == ((21, 24),) and len(row.input_ids) == 25
     llama = byte_tokenizer(LLAMA3)
-    # <|begin|>; <|header|> user <|/header|> \n\n hi <|eot|> = 1+4+1+2+2+1; header = 1+9+1+2; ok <|eot|>
-    row = encode(llama, talk("hi", "ok"), "<|eot|>")
+    # begin; header user end-of-header \n\n hi <|eot_id|> = 1+4+1+2+2+1; header = 1+9+1+2; ok <|eot_id|>
+    row = encode(llama, talk("hi", "ok"), "<|eot_id|>")
     assert row.spans == ((25, 28),) and len(row.input_ids) == 28
     gemma = byte_tokenizer(GEMMA_MARKED)
-    # <bos>; <turn> user\n hi <end_of_turn> \n = 1+5+2+1+1; <turn> model\n = 1+6; ok <end_of_turn> and \n
+    # <bos>; start user\n hi end \n = 1+5+2+1+1; start model\n = 1+6; ok end and \n
     row = encode(gemma, talk("hi", "ok"), "<end_of_turn>")
     assert row.spans == ((18, 21),) and len(row.input_ids) == 22
 
@@ -143,9 +116,13 @@ def test_marked_and_unmarked_templates_agree() -> None:
     conversation = talk("hi", "hello", "and", "so on")
     one = encode(byte_tokenizer(GEMMA_MARKED), conversation, "<end_of_turn>")
     assert encode(byte_tokenizer(bare), conversation, "<end_of_turn>") == one
+    empty = talk("hi", "", "and", "so on")
+    assert encode(byte_tokenizer(bare), empty, "<end_of_turn>") == encode(
+        byte_tokenizer(GEMMA_MARKED), empty, "<end_of_turn>"
+    )
     # a mark that leaves the end of turn out, or has the generation prompt inside, gives the same
     late = GEMMA_MARKED.replace("<end_of_turn>\n{% endgeneration %}", "{% endgeneration %}<end_of_turn>\n")
-    early = GEMMA_MARKED.replace("<turn>model\n{% generation %}", "{% generation %}<turn>model\n")
+    early = GEMMA_MARKED.replace("<start_of_turn>model\n{% generation %}", "{% generation %}<start_of_turn>model\n")
     assert late != GEMMA_MARKED != early
     assert encode(byte_tokenizer(late), conversation, "<end_of_turn>") == one
     assert encode(byte_tokenizer(early), conversation, "<end_of_turn>") == one
@@ -189,21 +166,53 @@ def test_messages_after_the_last_answer_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_truncation_cuts_ids_and_spans_together(name: str) -> None:
+def test_truncation_keeps_whole_answers_where_it_can(name: str) -> None:
     template, end = TEMPLATES[name]
     tokenizer = byte_tokenizer(template)
-    conversation = talk("hi", "hello", "more", "no")
+    conversation = talk("hi", "hello", "more", "no", "and?", "\U0001f642")
     whole = encode(tokenizer, conversation, end)
+    first, second, third = whole.spans
     for limit in range(1, len(whole.input_ids) + 2):
         row = encode_conversation(tokenizer, conversation, limit, eos_ids=ids_of(tokenizer, end))
-        if limit <= whole.spans[0][0]:
-            assert row == Dropped("no supervised token")
+        if limit <= first[0]:
+            assert row == Dropped("prompt longer than data.max_length")
             continue
         assert isinstance(row, TokenRow)
-        assert row.input_ids == whole.input_ids[:limit]
-        assert row.loss_mask == whole.loss_mask[:limit]
-        assert row.truncated == (limit < len(whole.input_ids))
-        assert row.truncated == ("[cut" in describe_row(tokenizer, row))
+        if limit < first[1]:
+            assert (row.spans, len(row.input_ids)) == (((first[0], limit),), limit)
+        elif limit < second[1]:
+            assert row.spans == (first,)
+        elif limit < third[1]:
+            assert row.spans == (first, second)
+        else:
+            assert row.spans == whole.spans
+        assert row.input_ids == whole.input_ids[: len(row.input_ids)] and len(row.input_ids) <= limit
+        assert len(row.input_ids) in (limit, len(whole.input_ids), row.spans[-1][1])
+        assert row.truncated == (limit < third[1]) == ("[cut" in describe_row(tokenizer, row))
+
+
+def test_the_last_answer_alone() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    conversation = talk("hi", "hello", "more", "no", "bye")
+    whole = encode(tokenizer, conversation, "<|im_end|>")
+    row = encode(tokenizer, conversation, "<|im_end|>", supervise="last")
+    assert (row.input_ids, row.spans) == (whole.input_ids, whole.spans[1:])
+    start, stop = row.spans[0]
+    for limit in (start + 1, stop - 1):  # no earlier answer takes its place
+        assert encode(tokenizer, conversation, "<|im_end|>", limit, supervise="last").spans == ((start, limit),)
+    cut = encode_conversation(tokenizer, conversation, start, supervise="last")
+    assert cut == Dropped("prompt longer than data.max_length")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokenizers_own_length_is_not_trusted(name: str) -> None:
+    template, end = TEMPLATES[name]
+    tokenizer, conversation = byte_tokenizer(template), talk("hi", "hello " * 30, "more", "no")
+    whole = encode(tokenizer, conversation, end)
+    tokenizer.model_max_length = 8
+    tokenizer.backend_tokenizer.enable_truncation(8)  # as some tokenizer.json files are saved
+    assert encode(tokenizer, conversation, end) == whole and len(whole.input_ids) > 180
+    assert len(encode(tokenizer, conversation, end, 150).input_ids) == 150
 
 
 def test_rows_without_supervised_tokens_are_counted() -> None:
@@ -215,7 +224,8 @@ def test_rows_without_supervised_tokens_are_counted() -> None:
         ids_of(tokenizer, "<|im_end|>"),
     )
     assert [supervised_texts(tokenizer, row) for row in rows] == [["hello<|im_end|>"], ["yes<|im_end|>"]]
-    assert (counts.rows_in, counts.rows_out, counts.reasons) == (4, 2, {"no supervised token": 2})
+    reasons = {"no supervised token": 1, "prompt longer than data.max_length": 1}
+    assert (counts.rows_in, counts.rows_out, counts.reasons) == (4, 2, reasons)
 
 
 def test_nothing_to_train_on_is_an_error() -> None:
@@ -238,16 +248,37 @@ def test_rows_that_the_template_refuses_are_dropped() -> None:
     assert counts.reasons == {"the chat template refuses the row: no system role": 1}
 
 
+def test_messages_that_the_template_cannot_render_are_dropped() -> None:
+    """Missing contents and contents of another type: errors of Jinja, and of Python inside it."""
+    tokenizer = byte_tokenizer(CHATML)
+    for content in (None, [{"type": "text"}]):
+        messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": content})
+        row = encode_conversation(tokenizer, Conversation("x", "test", messages), 60)
+        assert isinstance(row, Dropped) and row.reason.startswith("the chat template refuses the row: ")
+
+
+def test_a_broken_template_is_an_error() -> None:
+    tokenizer = byte_tokenizer(CHATML.replace("{% endfor %}", ""))
+    with pytest.raises(ValueError, match=r"is not valid Jinja .*change target\.path"):
+        encode_conversation(tokenizer, talk("a", "b"), 60)
+
+
+def test_tools_of_the_conversation_reach_the_template() -> None:
+    tokenizer = byte_tokenizer("{{ tools | tojson if tools }}" + CHATML)
+    tool = {"type": "function", "function": {"name": "f"}}
+    bare = encode(tokenizer, talk("a", "b"), "<|im_end|>")
+    row = encode(tokenizer, talk("a", "b"), "<|im_end|>", tools=[tool])
+    assert describe_row(tokenizer, row) == json.dumps([tool]) + describe_row(tokenizer, bare)
+
+
 UNSTABLE = {
     # the last answer gets a thought that the generation prompt lacks before it
     "the prompt changes": CHATML.replace(
         "{% for m in messages %}",
-        "{% for m in messages %}{{ '#' if loop.last and m['role'] == 'assistant' }}",
+        "{% for m in messages %}{{ '#' if loop.last and m.role == 'assistant' }}",
     ),
     # answers lose their first letter once a later turn is there
-    "the turn changes": CHATML.replace(
-        "m['content'] }}", "m['content'] if loop.last or m['role'] == 'user' else m['content'][1:] }}"
-    ),
+    "the turn changes": CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])"),
 }
 
 
@@ -258,10 +289,30 @@ def test_unstable_templates_are_refused_by_name(what: str) -> None:
         encode_conversation(tokenizer, talk("hi", "hello", "more", "no"), 1000)
 
 
-def test_answers_that_merge_with_the_prompt_are_dropped() -> None:
-    tokenizer = byte_tokenizer(CHATML, merges=(("Ċ", "Ċ"),))  # two newlines make one token
-    rows, counts = encode_all(tokenizer, [talk("hi", "\nhello"), talk("hi", "hello\n\n")], 60, set())
-    assert len(rows) == 1 and counts.reasons == {"tokens merge across the border of an answer": 1}
+def test_answers_that_merge_with_the_prompt_are_tokenised_apart() -> None:
+    """As decoding would see them: the prompt's ids, then the answer's."""
+    plain, merging = byte_tokenizer(CHATML), byte_tokenizer(CHATML, merges=(("Ċ", "Ċ"),))  # two newlines, one token
+    conversation = talk("hi\n\n", "\nhello", "and", "\n\n", "so", "on")
+    row, bare = (encode(tokenizer, conversation, "<|im_end|>") for tokenizer in (merging, plain))
+    assert supervised_texts(merging, row) == ["\nhello<|im_end|>", "\n\n<|im_end|>", "on<|im_end|>"]
+    assert describe_row(merging, row) == describe_row(plain, bare)
+    (newline,), (pair,) = ids_of(merging, "Ċ"), ids_of(merging, "ĊĊ")
+    assert row.input_ids.count(pair) == 2 and row.input_ids[slice(*row.spans[1])][0] == pair
+    assert row.input_ids[row.spans[0][0] - 1 : row.spans[0][0] + 1] == (newline, newline)
+    last = encode(merging, conversation, "<|im_end|>", supervise="last")
+    assert last.input_ids == tuple(merging(describe_row(plain, bare).translate({0x27E6: "", 0x27E7: ""}))["input_ids"])
+
+
+def test_answers_that_merge_and_cannot_be_told_apart_are_dropped() -> None:
+    dropped = Dropped("tokens merge across the border of an answer")
+    for template, ends in ((MARKED, {"<|im_end|>"}), (CHATML, set())):  # the library's marks; no end of turn
+        tokenizer = byte_tokenizer(template, merges=(("Ċ", "Ċ"),))
+        ids = ids_of(tokenizer, *ends)
+        assert encode_conversation(tokenizer, talk("hi", "\nhello"), 60, eos_ids=ids) == dropped
+        assert isinstance(encode_conversation(tokenizer, talk("hi", "hello\n\n"), 60, eos_ids=ids), TokenRow)
+    spaced = byte_tokenizer(CHATML, merges=(("Ċ", "Ċ"),))
+    spaced.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    assert encode_conversation(spaced, talk("hi", "\nhello"), 60, eos_ids=ids_of(spaced, "<|im_end|>")) == dropped
 
 
 def test_tokenizer_without_template() -> None:
@@ -286,19 +337,6 @@ def test_end_of_turn_ids(name: str) -> None:
 
 def test_describe_row() -> None:
     tokenizer = byte_tokenizer(LLAMA3)
-    assert describe_row(tokenizer, encode(tokenizer, talk("hi", "né"), "<|eot|>")) == (
-        "<|begin|><|header|>user<|/header|>\n\nhi<|eot|><|header|>assistant<|/header|>\n\n⟦né<|eot|>⟧"
+    assert describe_row(tokenizer, encode(tokenizer, talk("hi", "né"), "<|eot_id|>")) == (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦né<|eot_id|>⟧"
     )
-
-
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40, deadline=None)
-@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
-def test_masked_text_is_the_assistants(name: str, turns: list[tuple[str, str]]) -> None:
-    template, end = TEMPLATES[name]
-    tokenizer = byte_tokenizer(template)
-    row = encode(tokenizer, talk(*(text for pair in turns for text in pair)), end)
-    assert supervised_texts(tokenizer, row) == [answer + end for _, answer in turns]

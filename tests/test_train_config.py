@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from train.config import (
     DataConfig,
     OptimConfig,
     RunConfig,
+    SourceConfig,
     TargetConfig,
     TrainConfig,
     load_config,
@@ -62,6 +65,24 @@ def test_overrides(tmp_path: Path) -> None:
     assert load_config(path, ['target.revision="123"']).target.revision == "123"
 
 
+def test_free_form_sections(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {max_steps: 5}\ndata:\n  template_kwargs:\n    a: [1, {b: null}]\n    c: 1.5\n")
+    config = load_config(path, ["data.template_kwargs.enable_thinking=false"])
+    expected = {"a": [1, {"b": None}], "c": 1.5, "enable_thinking": False}
+    assert config.data.template_kwargs == expected
+    assert load_config(write(tmp_path, dump_yaml(config))) == config
+    assert load_config(path, ["data.template_kwargs={d: no}"]).data.template_kwargs == {"d": "no"}
+    assert load_config(path, ["data.template_kwargs=null"]).data.template_kwargs == {}
+
+
+def test_what_rendering_sets_itself_is_not_for_the_template() -> None:
+    parameters = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    for name in parameters - {"self", "kwargs", "tools", "documents"}:
+        with pytest.raises(ValueError, match=rf"data\.template_kwargs is .* expected other names than {name}"):
+            DataConfig(template_kwargs={name: 1})
+    assert DataConfig(template_kwargs={"tools": [], "enable_thinking": False})
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
@@ -89,7 +110,21 @@ def test_overrides(tmp_path: Path) -> None:
         ("target.revision=1234567", ["target.revision is 1234567", "a string or null", "quotes"]),
         ("data.held_out=1", ["data.held_out is 1.0", "fraction"]),
         ("data.prompt_tokens=768", ["data.prompt_tokens is 768", "data.max_length (768)"]),
+        ("data.supervise=first", ["data.supervise is 'first'", "'all', 'last'"]),
+        ("data.template_kwargs=3", ["data.template_kwargs is 3", "expected a section"]),
+        ("data.template_kwargs={1: 2}", ["data.template_kwargs has the key 1", "strings"]),
+        ("data.template_kwargs={padding: true}", ["other names than padding"]),
         ("data.answers=regenerate", ["data.answers is 'regenerate'", "data.path"]),
+        ("data={path: x, layout: chat}", ["data.layout is 'chat'", "'sharegpt'"]),
+        ("data.layout=turns", ["data.layout is 'turns'", "'auto' when data.path is not set"]),
+        ("data={path: x, sources: [{path: a}]}", ["data.path is 'x'", "null beside data.sources"]),
+        ("data.sources=[{pth: a}]", ["unknown key data.sources[0].pth", "did you mean data.sources[0].path?"]),
+        ("data.sources=[{path: a, weight: 0}]", ["data.sources: weight is 0.0", "positive, or null"]),
+        (
+            "data.sources=[{path: a, weight: 1}, {path: b}]",
+            ["data.sources is [1.0, None]", "a weight for every source"],
+        ),
+        ("data.exclude=[x]", ["data.exclude is ('x',)", "no data.path"]),
         ("loss={feature_weight: 0, token_weight: 0}", ["loss.token_weight is 0.0", "no other loss"]),
         ("loss.hard_weight=0.5", ["loss.hard_weight is 0.5", "'eagle' has no such setting", "token_weight"]),
         ("head.blocks=2", ["head.blocks is 2", "'eagle' has no such setting"]),
@@ -172,7 +207,12 @@ words = st.one_of(
 def test_round_trip_is_exact(path: str, lr: float, beta: float, minutes: float | None, seed: int) -> None:
     config = RunConfig(
         target=TargetConfig(path=path),
-        data=DataConfig(path=path, answers="regenerate", seed=seed),
+        data=DataConfig(
+            sources=(SourceConfig(path, weight=lr),),
+            answers="regenerate",
+            seed=seed,
+            template_kwargs={path: [lr, {path: minutes}]},
+        ),
         optim=OptimConfig(lr=lr, betas=(beta, 0.5)),
         train=TrainConfig(max_steps=3, max_minutes=minutes, mixed_precision="no"),
     )

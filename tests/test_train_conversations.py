@@ -1,4 +1,4 @@
-"""Reading, checking, splitting and storing conversations and token rows."""
+"""Keys, splits and storage of conversations and token rows."""
 
 from __future__ import annotations
 
@@ -13,136 +13,19 @@ from hypothesis import strategies as st
 from train.conversations import (
     Conversation,
     DropCounts,
+    Message,
     TokenRow,
+    TokenRows,
     is_held_out,
-    read_conversations,
     read_rows,
     split_rows,
     write_rows,
 )
 
-USER = {"role": "user", "content": "hi"}
-ASSISTANT = {"role": "assistant", "content": "hello"}
-SYSTEM = {"role": "system", "content": "be kind"}
-
-
-def write(tmp_path: Path, rows: list[Any]) -> Path:
-    path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def contents(conversation: Conversation) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in conversation.messages]
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (
-            {"messages": [SYSTEM, USER, ASSISTANT]},
-            [("system", "be kind"), ("user", "hi"), ("assistant", "hello")],
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
-            [("user", "hi"), ("assistant", "hello")],
-        ),
-        ({"messages": [USER]}, [("user", "hi")]),
-        ({"messages": [USER], "user_turns": ["hi", "more"]}, [("user", "hi"), ("user", "more")]),
-        ({"messages": [SYSTEM, USER], "user_turns": ["hi"]}, [("system", "be kind"), ("user", "hi")]),
-        ({"messages": [USER, ASSISTANT], "user_turns": ["hi"]}, [("user", "hi"), ("assistant", "hello")]),
-        ({"question_id": 3, "turns": ["a", "b"]}, [("user", "a"), ("user", "b")]),
-        ({"messages": [USER, ASSISTANT, USER]}, [("user", "hi"), ("assistant", "hello"), ("user", "hi")]),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-                    }
-                ]
-            },
-            [("user", "ab")],
-        ),
-    ],
-)
-def test_layouts(tmp_path: Path, row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    rows, counts = read_conversations(write(tmp_path, [row]))
-    assert contents(rows[0]) == expected
-    assert rows[0].is_prompt == all(role != "assistant" for role, _ in expected)
-    assert (counts.rows_in, counts.rows_out, counts.reasons) == (1, 1, {})
-
-
-def test_ids_and_sources(tmp_path: Path) -> None:
-    rows, _ = read_conversations(
-        write(
-            tmp_path,
-            [{"question_id": 81, "turns": ["a"]}, {"id": 0, "turns": ["b"], "source": "s"}, {"turns": ["c"]}],
-        )
-    )
-    assert [(row.id, row.source) for row in rows[:2]] == [("81", "set"), ("0", "s")]
-    assert rows[2].id == rows[2].content_key[:16]
-
-
-def test_bad_rows_are_dropped_and_counted(tmp_path: Path) -> None:
-    good = {"messages": [USER, ASSISTANT]}
-    bad: dict[str, list[dict[str, Any]]] = {
-        "empty": [{"messages": []}],
-        "assistant first": [{"messages": [ASSISTANT]}, {"messages": [SYSTEM, ASSISTANT, USER]}],
-        "no user turn": [{"messages": [SYSTEM]}],
-        "null content": [{"messages": [USER, {"role": "assistant", "content": None}]}, {"turns": [None]}],
-        "empty content": [{"messages": [USER, {"role": "assistant", "content": " \n"}]}],
-        "content is not text": [
-            {"turns": [3]},
-            {"turns": ["\ud800"]},
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        ],
-        "not alternating": [
-            {"messages": [USER, USER, ASSISTANT]},
-            {"messages": [USER, ASSISTANT, ASSISTANT]},
-            {"messages": [USER, SYSTEM, ASSISTANT]},
-        ],
-        "unknown role": [{"messages": [{"role": "bot", "content": "x"}]}, {"messages": [{"content": "x"}]}],
-        "messages is not a list of turns": [{"messages": "hi"}, {"messages": ["hi"]}],
-        "none of messages, conversations, user_turns, turns": [{"text": "hi"}, {"messages": None}],
-        "duplicate": [{"id": "other", "messages": [USER, ASSISTANT]}],
-    }
-    everything = [good] + [row for rows in bad.values() for row in rows]
-    rows, counts = read_conversations(write(tmp_path, everything))
-    assert len(rows) == counts.rows_out == 1
-    assert counts.rows_in == len(everything)
-    assert counts.reasons == {reason: len(rows) for reason, rows in bad.items()}
-    assert "1 of 21 rows kept, 3 dropped (content is not text), 3 dropped (not alternating)" in str(counts)
-
 
 def test_counts_must_reconcile() -> None:
     with pytest.raises(AssertionError, match="do not add up"):
         DropCounts(rows_in=3, rows_out=1, reasons={"empty": 1}).check()
-
-
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [("{oops", "not valid JSON"), ("[]", "list, expected one JSON object"), ("3", "int, expected")],
-)
-def test_bad_json_names_the_line(tmp_path: Path, line: str, part: str) -> None:
-    path = tmp_path / "set.jsonl"
-    path.write_text('{"turns": ["a"]}\n\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"set\.jsonl, line 3: {part}"):
-        read_conversations(path)
-
-
-def test_unusable_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"0 of 1 rows kept, 1 dropped \(none of messages.*data\.path"):
-        read_conversations(write(tmp_path, [{"instruction": "x"}]))
-    with pytest.raises(ValueError, match=r"cannot be read.*data\.path"):
-        read_conversations(tmp_path / "none.jsonl")
-
-
-def test_line_separators_inside_strings(tmp_path: Path) -> None:
-    path = tmp_path / "set.jsonl"
-    path.write_text('{"turns": ["a\u2028b\x85c"]}\n{"turns": ["d"]}\n', encoding="utf-8")
-    rows, counts = read_conversations(path)
-    assert contents(rows[0]) == [("user", "a\u2028b\x85c")] and counts.rows_in == 2
 
 
 # --- split -------------------------------------------------------------------------------------------------
@@ -171,6 +54,46 @@ def test_split_known_values() -> None:
     assert TokenRow("1", (1, 2, 3), ((2, 3),), "s").split_key == "49a64717d5d4cb19952e6eac2946415c"
     sides = [is_held_out(f"key{i}", 0.5, 0) for i in range(8)]
     assert sides == [False, True, True, False, True, True, False, True]
+
+
+def test_content_keys() -> None:
+    """Known for plain texts; calls, reasoning and tools count, the order of an object's keys does not."""
+    user: Message = {"role": "user", "content": "hi"}
+    assert Conversation("1", "s", (user,)).content_key == "897be8e1f0370e7f41788b5b5337627e"
+    assert Conversation("2", "t", (user,)).content_key == Conversation("1", "s", (user,)).content_key
+
+    def call(**arguments: int) -> Conversation:
+        function = {"name": "f", "arguments": arguments}
+        return Conversation(
+            "", "", (user, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]})
+        )
+
+    assert call(a=1, b=2).content_key == call(b=2, a=1).content_key
+    different = [
+        call(a=1),
+        call(a=2),
+        Conversation("", "", (user,), ({"name": "f"},)),
+        Conversation("", "", (user, {"role": "assistant", "content": "x"})),
+        Conversation("", "", (user, {"role": "assistant", "content": "x", "reasoning_content": "y"})),
+    ]
+    assert len({conversation.content_key for conversation in different}) == 5
+
+
+@given(
+    texts=st.lists(st.text(max_size=3), max_size=30, unique=True),
+    more=st.lists(st.text(min_size=4, max_size=5), max_size=30, unique=True),
+    seed=st.integers(min_value=0, max_value=99),
+)
+def test_added_rows_move_no_other(texts: list[str], more: list[str], seed: int) -> None:
+    before, after = (
+        split_rows([prompt(t) for t in texts], 0.5, seed),
+        split_rows([prompt(t) for t in more + texts], 0.5, seed),
+    )
+    drawn = [{is_held_out(prompt(t).split_key, 0.5, seed) for t in some} for some in (texts, more + texts)]
+    if all(len(sides) == 2 for sides in drawn):  # else a row had to move so that no side is empty
+        assert [{row.id for row in side} & set(texts) for side in after] == [
+            {row.id for row in side} for side in before
+        ]
 
 
 def test_rows_with_one_prompt_stay_together() -> None:
@@ -223,9 +146,9 @@ def test_rows_round_trip(tmp_path: Path) -> None:
     ]
     path = tmp_path / "deep" / "rows.jsonl"
     write_rows(path, rows)
-    assert read_rows(path) == rows
+    assert list(read_rows(path)) == rows
     write_rows(path, [])
-    assert read_rows(path) == []
+    assert list(read_rows(path)) == []
     assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
 
 
@@ -240,8 +163,33 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="stop"):
         write_rows(path, failing())
-    assert read_rows(path) == [row]
+    assert list(read_rows(path)) == [row]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+token_rows = st.builds(
+    lambda name, ids, cuts, truncated: TokenRow(
+        name,
+        tuple(ids),
+        tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False) if b <= len(ids)),
+        "s" + name[:1],
+        truncated,
+    ),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 2**31 - 1), max_size=9),
+    st.lists(st.integers(0, 9), unique=True, max_size=6).map(sorted),
+    st.booleans(),
+)
+
+
+@given(rows=st.lists(token_rows, max_size=6), cut=st.slices(6))
+def test_compact_rows_are_the_rows(rows: list[TokenRow], cut: slice) -> None:
+    compact = TokenRows(rows)
+    assert len(compact) == len(rows) and list(compact) == rows
+    assert list(compact[cut]) == rows[cut]
+    assert rows == [] or compact[-1] == rows[-1]
+    with pytest.raises(IndexError):
+        compact[len(rows)]
 
 
 GOOD_ROW = {"id": "a", "input_ids": [1, 2], "spans": [[1, 2]], "source": "s", "truncated": False}
@@ -263,6 +211,7 @@ GOOD_ROW = {"id": "a", "input_ids": [1, 2], "spans": [[1, 2]], "source": "s", "t
                 {"input_ids": [1, 2.0]},
                 {"input_ids": "12"},
                 {"input_ids": [1, -2]},
+                {"input_ids": [1, 2**31]},
                 {"truncated": 0},
                 {"id": 3},
                 {"extra": 1},

@@ -26,6 +26,7 @@ from tests.tiny import VOCAB, prompt_ids, tiny_head, tiny_model, tiny_target, ti
 from train.config import RunConfig
 from train.conversations import TokenRow
 from train.feature_cache import build_feature_cache
+from train.features import FeatureSource
 from train.fit_cli import _features_folder
 from train.ranks import Ranks, measure_ranks
 from train.resume import RUN_YAML
@@ -104,7 +105,7 @@ def answered(target: TargetAdapter, number: int, length: int, stray: float) -> T
 def measured(
     target: TargetAdapter, head: DraftHead, rows: Sequence[TokenRow], folder: Path, ranks: int = RANKS
 ) -> Ranks:
-    features = build_feature_cache(target, rows, folder, head.needs.taps, lambda text: None)
+    features = build_feature_cache(FeatureSource(target, head.needs.taps), rows, folder, log=lambda text: None)
     return measure_ranks(head, rows, features, STEPS, ranks, lambda text: None)
 
 

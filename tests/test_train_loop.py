@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,23 +17,24 @@ import torch
 from safetensors.torch import load_file
 
 from heads.base import LossSpec, TreePolicy
-from heads.checkpoint import load_head, read_config
+from heads.checkpoint import load_head, read_config, save_head
 from infer.baseline import decode_plain
 from infer.engine import decode_speculative
 from infer.generate import main as generate
 from infer.stopping import StopRule
-from scripts.make_conversations import main as make_conversations
+from scripts.export import main as export
 from tests.adapters import adapted, change_config, save_adapter
-from tests.tiny import library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target, tiny_tokenizer
-from tests.tiny_run import make_place, metrics_of, run_config, run_entry, same_weights
-from train import loop, served
+from tests.tiny import ARCHITECTURES, library_greedy, prompt_ids, tiny_head, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny_run import dealt_rows, make_place, metrics_of, run_config, run_entry, same_weights
+from train import loop, served, session
 from train.batching import make_batch
 from train.config import RunConfig
 from train.conversations import TokenRow, read_rows
 from train.eagle import main
 from train.evaluate import evaluate
+from train.launch import Launch
 from train.resume import read_progress
-from train.session import build_accelerator, prepare
+from train.session import build_accelerator, load_sources, prepare
 from train.typed_yaml import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,26 +97,39 @@ def test_a_killed_run_goes_on_to_thesame_weights(place: Path, tmp_path: Path, mo
     assert steps == [2, 4, 6, 8, 10, 12]
 
 
-def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
-    """Two ranks with one micro-batch each take the same steps as one process with two."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert _run(run_config(place, one, max_steps=4, grad_accumulation=2), one) == 0
-    two.mkdir()
-    (two / "config.yaml").write_text(json.dumps(run_config(place, two, max_steps=4)))
-    arguments = ["--config", str(two / "config.yaml")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "train/eagle.py"), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode != 0 and "make_conversations.py first" in run.stderr
-    assert make_conversations(arguments) == 0
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "2 process(es)" in run.stdout
-    # the same sums in another order; Adam's first steps amplify rounding where a gradient is tiny
-    assert same_weights(one, two, 4, tolerance=2e-3)
-    assert [m["loss"] for m in metrics_of(one) if "loss" in m] == pytest.approx(
-        [m["loss"] for m in metrics_of(two) if "loss" in m], rel=1e-3
+def test_several_processes_need_data_that_is_there(place: Path, tmp_path: Path) -> None:
+    config = from_dict(RunConfig, run_config(place, tmp_path))
+    two: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"make_conversations\.py first"):
+        load_sources(config, two, print, Launch())
+
+
+def test_a_target_that_is_placed_by_device_map(place: Path, tmp_path: Path) -> None:
+    """One process trains on it as on any other; several would each want all devices."""
+    mapped = ["--set", "target.device_map=auto", "--set", "train.max_steps=4"]
+    for name, extra in (("whole", mapped[2:]), ("mapped", mapped)):
+        out = tmp_path / name
+        assert _run(run_config(place, out), out, *extra) == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "mapped", 4)
+    config = from_dict(RunConfig, run_config(place, tmp_path / "mapped"))
+    config = replace(config, target=replace(config.target, device_map="auto"))
+    two: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"target\.device_map is 'auto', .* but 2 run here; set it to null"):
+        load_sources(config, two, print, Launch())
+
+
+def test_a_head_of_another_target_is_refused_before_anything_is_loaded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_head(tiny_head(tiny_target(ARCHITECTURES["opt"])), tmp_path / "head")
+    config = run_config(place, tmp_path / "out")
+    config["head"]["init_from"] = str(tmp_path / "head")
+    for name in ("prepare_rows", "load_target", "open_head"):
+        monkeypatch.setattr(session, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
+    assert _run(config, tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert (
+        "head.init_from" in error and "has hidden_size 48, expected 64" in error and not (tmp_path / "out/run").exists()
     )
 
 
@@ -126,7 +141,7 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
         data["loss"]["noise"] = 0.0
         config = from_dict(RunConfig, data)
         session = prepare(config, build_accelerator(config), lambda text: None)
-        loss, weight, _, norm = loop._step(session, micro, 0, 1e-3, 2)
+        loss, weight, _, norm = loop._step(session, dealt_rows(session, micro), 0, 1e-3, 2)
         weights.append((loss, weight, norm, [p.detach().clone() for p in session.bare_head.parameters()]))
     for other in weights[1:]:
         assert other[1] == weights[0][1]
@@ -140,13 +155,13 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path) -> None:
 def test_evaluation_restores_training_mode(place: Path, tmp_path: Path) -> None:
     config = from_dict(RunConfig, run_config(place, tmp_path))
     session = prepare(config, build_accelerator(config), lambda text: None)
-    session.head.train()
+    session.bare_head.train()
     from train.evaluate import evaluate
 
     result = evaluate(
-        session.head, session.rows.held_out, session.held_features, 3, 256, session.accelerator, torch.float32
+        session.bare_head, session.rows.held_out, session.held_features, 3, 256, session.accelerator, torch.float32
     )
-    assert session.head.training
+    assert session.bare_head.training
     assert 1.0 <= result.accept_length <= 4.0 and len(result.accuracy) == len(result.conditional) == 3
 
 
@@ -199,12 +214,17 @@ def test_other_settings_do_not_overwrite_a_run(place: Path, tmp_path: Path, caps
     assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
 
 
-def test_a_damaged_feature_shard_is_named(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_feature_shard_is_named_and_made_anew(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(run_config(place, tmp_path), tmp_path) == 0
     shard = tmp_path / "data/features_train/shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert _run(run_config(place, tmp_path, max_steps=14), tmp_path) == 1
-    assert "shard-00000" in capsys.readouterr().err
+    before = shard.read_bytes()
+    shard.write_bytes(before[:-100])
+    capsys.readouterr()
+    assert _run(run_config(place, tmp_path, max_steps=14), tmp_path) == 0
+    assert f"features: {shard} is damaged ({len(before) - 100} bytes" in capsys.readouterr().out
+    assert shard.read_bytes() == before
 
 
 def test_a_head_for_a_target_with_an_adapter(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,8 +293,8 @@ def eagle3_config(place: Path, out: Path, **train: Any) -> dict[str, Any]:
 def test_eagle3_trains_decodes_and_goes_on_from_itself(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A warm start on other data keeps the draft vocabulary, byte for byte."""
-    first, second = tmp_path / "first", tmp_path / "second"
+    """A warm start on other data keeps the draft vocabulary, byte for byte, also from an engine's layout."""
+    first, exported = tmp_path / "first", tmp_path / "exported"
     assert _run(eagle3_config(place, first), first) == 0
     said = capsys.readouterr().out
     assert "starts as the target's last one" in said and "check: accept length of the best head" in said
@@ -283,13 +303,18 @@ def test_eagle3_trains_decodes_and_goes_on_from_itself(
     assert losses[-1] < losses[0]
     lines = (place / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:8]))
-    config = eagle3_config(place, second)
-    config["head"]["init_from"] = str(first / "run/best")
-    config["data"]["path"] = str(tmp_path / "few.jsonl")
-    assert _run(config, second) == 0
-    one, other = (load_file(out / "run/best/model.safetensors") for out in (first, second))
+    assert export(["--head", str(first / "run/best"), "--to", "vllm", "--out", str(exported)]) == 0
+    for start, name in ((first / "run/best", "second"), (exported, "third")):
+        config = eagle3_config(place, tmp_path / name)
+        config["head"]["init_from"] = str(start)
+        config["data"]["path"] = str(tmp_path / "few.jsonl")
+        assert _run(config, tmp_path / name) == 0
+    one, other, third = (
+        load_file(tmp_path / name / "run/best/model.safetensors") for name in ("first", "second", "third")
+    )
     assert torch.equal(one["d2t"], other["d2t"]) and torch.equal(one["t2d"], other["t2d"])
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
+    assert all(torch.equal(tensor, third[name]) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

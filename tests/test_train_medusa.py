@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,9 @@ from infer.cli import run as generate
 from infer.engine import decode_speculative
 from infer.stopping import StopRule
 from scripts.make_conversations import main as make_conversations
+from tests.launched import ROOT, environment, run, torchrun
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
-from tests.tiny_run import make_place, metrics_of, run_config, run_entry, same_weights
+from tests.tiny_run import dealt_rows, make_place, metrics_of, run_config, run_entry, same_weights
 from train import loop
 from train.config import RunConfig
 from train.eagle import main as train_eagle
@@ -84,7 +82,7 @@ def test_accumulation_is_one_big_batch(place: Path, tmp_path: Path, kind: str) -
         session = prepare(config, build_accelerator(config), lambda text: None)
         assert session.joint is not None
         session.joint.active = True
-        loss, weight, _, norm = loop._step(session, micro, 0, 1e-3, 3)
+        loss, weight, _, norm = loop._step(session, dealt_rows(session, micro), 0, 1e-3, 3)
         parameters = [*session.bare_head.parameters(), *session.joint.lora.parameters()]
         found.append((loss, weight, norm, [p.detach().clone() for p in parameters]))
     for other in found[1:]:
@@ -106,11 +104,8 @@ def test_two_processes_train_target_and_heads_as_one(place: Path, tmp_path: Path
     (two / "config.yaml").write_text(json.dumps(data))
     arguments = ["--config", str(two / "config.yaml")]
     assert make_conversations(arguments) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = str(Path(__file__).resolve().parents[1] / "train/medusa.py")
-    run = subprocess.run([*command, script, *arguments], env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    done = run(torchrun(str(ROOT / "train/medusa.py"), *arguments), environment())
+    assert done.returncode == 0, done.stderr[-3000:]
     # the same sums in another order; Adam's first steps amplify rounding where a gradient is tiny
     assert same_weights(one, two, 4, tolerance=5e-3)
     a, b = (load_file(out / "run/best/adapter/adapter_model.safetensors") for out in (one, two))

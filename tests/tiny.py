@@ -206,7 +206,12 @@ def prompt_ids(length: int, seed: int = 0) -> list[int]:
 def library_greedy(model: Any, ids: list[int], max_new_tokens: int, eos: int | None = None) -> list[int]:
     """New tokens of transformers' own greedy `generate`."""
     out = model.generate(
-        torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),  # else it is guessed from where id 0 is
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
     )
     return out[0, len(ids) :].tolist()
 

@@ -17,6 +17,8 @@ from infer.stopping import StopRule
 from tests.tiny import library_greedy, prompt_ids, tiny_model, tiny_tokenizer
 from train.batching import make_batch
 from train.conversations import TokenRow
+from train.features import Dealt
+from train.session import Session
 
 
 def make_place(folder: Path) -> Path:
@@ -65,6 +67,11 @@ def run_entry(main: Callable[[list[str]], int], config: dict[str, Any], out: Pat
     return main(["--config", str(path), *extra])
 
 
+def dealt_rows(session: Session, micro: list[list[int]]) -> list[Dealt]:
+    """Micro-batches of these rows, as the loop gets them."""
+    return [Dealt(0.0, indices, session.train_features.read(indices)) for indices in micro]
+
+
 def metrics_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
 
@@ -97,5 +104,5 @@ def check_overfitting(
     policy, stop = TreePolicy(width=1, depth=4, total=5), StopRule(frozenset(), 41)
     again, stats = decode_speculative(target, head, prompt, policy, stop)
     assert again == answer
-    # 40 tokens after the prefill's: 8 rounds of 5 at best
-    assert stats.tau is not None and stats.tau > 4.4, stats.accepted_per_round
+    # 40 tokens after the prefill's: 8 rounds of 5 at best; 9 to 11 of other seeds and machines; 20 of a wrong norm
+    assert stats.tau is not None and stats.tau > 3.3, stats.accepted_per_round

@@ -74,7 +74,8 @@ def make_batch(
     hidden = columns // (1 + len(needs.taps))
     # `steps` spare positions behind the end, so that every shifted view has the same length
     ids = torch.zeros(batch, width + steps + 1, dtype=torch.long)
-    feature = torch.zeros(batch, width + steps + 1, columns, dtype=dtype or features[0].dtype)
+    shape = (batch, width + steps + 1, columns)
+    feature = torch.zeros(shape, dtype=dtype or features[0].dtype, device=features[0].device)
     valid = torch.zeros(batch, width, dtype=torch.bool)
     weight = torch.zeros(steps, batch, width, dtype=torch.bool)
     for row, f, (i, start, end) in zip(rows, features, documents, strict=True):
@@ -143,6 +144,13 @@ def _fit(indices: Sequence[int], lengths: Sequence[int], room: int) -> list[list
         batches[place].append(index)
         left[place] -= lengths[index]
     return batches
+
+
+def dealt(stream: Iterator[tuple[float, list[int]]], rank: int, world: int) -> Iterator[tuple[float, list[int]]]:
+    """Of every `world` batches that of one rank, with the epochs finished after all of them."""
+    while True:
+        some = [next(stream) for _ in range(world)]
+        yield some[-1][0], some[rank][1]
 
 
 def batch_stream(

@@ -28,16 +28,16 @@ from heads.config import HeadConfig
 from heads.drafter import HiddenStateDrafter
 from heads.kinds import kind_of
 from heads.registry import build_head
-from heads.target import TargetAdapter, pick_device
+from heads.target import TargetAdapter, fast_dtype, pick_device
 from infer.machine import commit_id, library_versions, machine_name, wait
 from infer.report import aligned
 from train.batching import make_batch
 from train.config import OptimConfig
 from train.conversations import TokenRow
 from train.dense import dense_loss
+from train.flops import Product, StepSize, draft_attention_flops, step_products
 from train.memory import PeakBytes
 from train.optim import build_optimizer
-from train.session import fast_dtype
 
 KINDS = ("eagle", "eagle3")
 _SHORTEST, _LONGEST = 200, 600  # tokens of a text
@@ -85,7 +85,7 @@ def run_train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     machine = Machine(device, dtype, args.repeats)
     runs = []
     for kind in kinds:
-        spec = _spec(kind, args.compile)
+        spec = own_loss(kind, args.compile)
         ours, dense = (_side(name, kind, target, args.draft_vocab, spec) for name in ("ours", "dense"))
         for length in lengths:
             sides = [ours, dense] if length <= args.dense_limit else [ours]
@@ -213,7 +213,7 @@ def _side(name: str, kind: str, target: TargetAdapter, draft_vocab: int, spec: L
     return side
 
 
-def _spec(kind: str, compiled: bool) -> LossSpec:
+def own_loss(kind: str, compiled: bool) -> LossSpec:
     """The kind's own loss."""
     loss = kind_of(kind).loss
     return LossSpec(loss.get("feature_weight", 0.0), loss["token_weight"], loss["step_decay"], compiled=compiled)
@@ -304,59 +304,23 @@ def _table(found: dict[str, Any]) -> list[str]:
     return table
 
 
-@dataclass(frozen=True)
-class Product:
-    """`count` products of [rows, inner] with [inner, outer], gradients included (they have the same FLOPs)."""
-
-    rows: int
-    inner: int
-    outer: int
-    count: int
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.inner * self.outer * self.count
-
-
 def products(head: HiddenStateDrafter, batch: HeadBatch, dense: bool) -> list[Product]:
-    """All matrix products of a step but those of attention: 3 per trained matrix, less what nothing needs.
-
-    No gradient flows to a constant input (features, EAGLE-1's detached states), nor to a frozen LM head; the teacher
-    goes forward only. Ours runs the supervised roots after step 0's queries, keys and values; dense runs all.
-    """
-    config, layer = head.config, head.layer
+    """The matrix products of a step on this batch; the dense one runs all positions."""
     positions = batch.valid_BT.numel()
     roots = positions if dense else -(-int(batch.weight_KBT[0].sum()) // ROWS) * ROWS
     checked = positions if dense else Aligned(batch).teacher_RH.shape[0]
-    width, vocab = config.hidden_size, config.draft_vocab_size or config.vocab_size
-    found = []
-
-    def add(rows: int, weight: Tensor, count: int) -> None:
-        found.append(Product(rows, weight.shape[1], weight.shape[0], count))
-
-    attention, mlp = layer.self_attn, layer.mlp
-    for k in range(batch.steps):
-        rows = roots if k else positions
-        if k == 0 or config.kind == "eagle":  # EAGLE-1 joins by its matrix at every step, EAGLE-3 reads by it once
-            add(rows, cast(Any, head.fc).weight, 3 if config.fc_norm else 2)
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
-            add(rows, linear.weight, 3)
-        for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            add(roots, linear.weight, 3)
-        found.append(Product(checked, width, vocab, 3 if config.own_projection else 2))
-    found.append(Product(checked, width, vocab, batch.steps if dense else 1))  # the teacher
-    return found
+    return step_products(head, StepSize(batch.steps, positions, roots, checked), dense)
 
 
 def attention_flops(side: Side, batch: HeadBatch) -> int:
     """Of scores and mixtures: causal blocks per text (backward 2.5 times the forward), or the whole [T, S] matrix."""
-    config = side.head.config
-    per_pair = 4 * config.num_attention_heads * config.head_dim
     if side.name == "dense":
+        config = side.head.config
+        per_pair = 4 * config.num_attention_heads * config.head_dim
         rows, length = batch.valid_BT.shape
         return 3 * per_pair * rows * length * sum((k + 1) * length for k in range(batch.steps))
     pairs = sum((end - start) * (end - start + 1) // 2 for _, start, end in batch.documents)
-    return round(3.5 * per_pair * pairs * batch.steps)
+    return round(draft_attention_flops(side.head, batch.steps, pairs))
 
 
 class Machine:

@@ -12,11 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from heads.kinds import DIVERGENCES, kind_of
+from train.layouts import Layout
 from train.typed_yaml import apply_overrides, from_dict, parse_yaml
 
 T = TypeVar("T")
+
+
+# What rendering a conversation sets itself: parameters of the library's `apply_chat_template`, and ours.
+_NOT_FOR_TEMPLATES = frozenset(
+    """conversation messages chat_template add_generation_prompt continue_final_message tokenize sanitize_control_tokens
+    padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    tokenizer eos_ids eos_token_id supervise data_name counts""".split()  # noqa: SIM905
+)
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -32,8 +42,10 @@ class TargetConfig:
     path: str = "embedded"  # "embedded", a hub id, or a local directory
     revision: str | None = None
     adapter: str | None = None  # hub id or directory of a peft adapter (LoRA ...), merged into the weights
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # as stored, or float32 on a CPU that lacks it
     device: str = "auto"
+    device_map: str | None = None  # transformers' map of a target over the devices of one process, such as "auto"
+    divide: bool | None = None  # its layers among the processes (`heads.divided`); null: under fsdp2 and zero3
     trust_remote_code: bool = False
     cache_dir: str | None = None  # where the embedded target lives; null: $DRAFTSMITH_CACHE or ~/.cache/draftsmith
 
@@ -43,6 +55,7 @@ class TargetConfig:
             self.adapter is None or bool(self.adapter.strip()), "target.adapter", self.adapter, "an adapter, or null"
         )
         _require(bool(self.device.strip()), "target.device", self.device, '"auto" or a torch device')
+        _require(self.device_map is None or not self.divide, "target.device_map", self.device_map, "null with divide")
 
 
 @dataclass(frozen=True)
@@ -74,14 +87,40 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Conversations: read from a file, or invented and answered by the target."""
+class SourceConfig:
+    """One set of conversations or prompts."""
 
-    path: str | None = None  # JSONL; null: self-synthesis
-    answers: Literal["keep", "regenerate"] = "keep"  # only with path
+    path: str  # JSON lines, JSON, text, parquet, CSV; a directory; or a hub id
+    layout: Layout = "auto"  # of its rows: see train/layouts.py
+    weight: float | None = None  # its share of the mixture, relative to the others'; null for all: every row is used
+    split: str = "train"  # of a directory or hub id
+    subset: str | None = None  # hub id: the configuration
+    revision: str | None = None  # hub id
+
+    def __post_init__(self) -> None:
+        name = "data.sources: path"
+        _require(bool(self.path.strip()), name, self.path, "a file, a directory or a hub id")
+        _require(self.weight is None or self.weight > 0, "data.sources: weight", self.weight, "positive, or null")
+        _require(bool(self.split.strip()), "data.sources: split", self.split, "the name of a split")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Conversations: read from files or the hub, or invented and answered by the target."""
+
+    path: str | None = None  # a file, a directory or a hub id; null: data.sources, or self-synthesis
+    layout: Layout = "auto"  # of path's rows: see train/layouts.py
+    split: str = "train"  # of path, where it is a directory or hub id
+    subset: str | None = None  # of path, where it is a hub id
+    sources: tuple[SourceConfig, ...] = ()  # several sets, mixed; instead of path
+    duplicates: Literal["drop", "keep"] = "drop"  # equal conversations (equal prompts, where answers are regenerated)
+    exclude: tuple[str, ...] = ()  # evaluation files: what overlaps with them is not trained on, see train/overlap.py
+    answers: Literal["keep", "regenerate"] = "keep"  # only with path or sources
     work_dir: str = "runs/data"
     also: tuple[str, ...] = ()  # further finished work_dirs of the same target: their rows are mixed in
     max_length: int = 768  # tokens per row; longer rows are cut
+    supervise: Literal["all", "last"] = "all"  # which assistant turns of a conversation are trained on
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template: {enable_thinking: false}
     prompt_tokens: int = 160  # longest invented prompt
     answer_tokens: int = 384  # longest new answer
     tokens: int = 400_000  # answer tokens to make; self-synthesis stops there
@@ -94,17 +133,40 @@ class DataConfig:
     top_k: int = 100
     batch_size: int = 128  # rows generated side by side, per process
     processes: int = 0  # 0: one single-threaded process per core
+    endpoint: str | None = None  # URL of an OpenAI-compatible server that answers (.../v1); null: this process
+    endpoint_model: str | None = None  # its name there; null: the only one that the server lists
+    endpoint_concurrency: int = 32  # requests at a time
+    endpoint_timeout: float = 300.0  # seconds without a byte of the answer
+    endpoint_retries: int = 6  # of a request, with growing pauses
+    endpoint_key_variable: str = "OPENAI_API_KEY"  # environment variable with the key, if one is needed
 
     def __post_init__(self) -> None:
         for name in ("max_length", "prompt_tokens", "answer_tokens", "tokens", "top_k", "batch_size"):
             value = getattr(self, name)
             _require(value > 0, f"data.{name}", value, "a positive number")
         _require(self.path is None or bool(self.path.strip()), "data.path", self.path, "a file, or null")
+        _require(self.path is None or not self.sources, "data.path", self.path, "null beside data.sources")
+        for name, unset in (("layout", "auto"), ("split", "train"), ("subset", None)):
+            value = getattr(self, name)
+            _require(
+                self.path is not None or value == unset, f"data.{name}", value, f"{unset!r} when data.path is not set"
+            )
+        weighted = sum(source.weight is not None for source in self.sources)
         _require(
-            self.path is not None or self.answers == "keep",
+            weighted in (0, len(self.sources)),
+            "data.sources",
+            [source.weight for source in self.sources],
+            "a weight for every source, or for none",
+        )
+        _require(all(path.strip() for path in self.exclude), "data.exclude", self.exclude, "files, or hub ids")
+        _require(
+            bool(self.inputs) or not self.exclude, "data.exclude", self.exclude, "nothing when there is no data.path"
+        )
+        _require(
+            bool(self.inputs) or self.answers == "keep",
             "data.answers",
             self.answers,
-            '"keep" when data.path is not set (there are no given answers to replace)',
+            '"keep" when neither data.path nor data.sources is set (there are no given answers to replace)',
         )
         _require(bool(self.work_dir.strip()), "data.work_dir", self.work_dir, "a directory")
         folders = [Path(folder) for folder in (self.work_dir, *self.also)]
@@ -116,12 +178,47 @@ class DataConfig:
             f"less than data.max_length ({self.max_length}), or no answer fits in a row",
         )
         _require(self.max_rows is None or self.max_rows > 0, "data.max_rows", self.max_rows, "positive, or null")
+        taken = sorted(_NOT_FOR_TEMPLATES & set(self.template_kwargs))
+        _require(not taken, "data.template_kwargs", self.template_kwargs, f"other names than {', '.join(taken)}")
         _require(0 < self.held_out < 1, "data.held_out", self.held_out, "a fraction between 0 and 1")
         _require(self.seed >= 0, "data.seed", self.seed, "0 or more")
         for name in ("prompt_temperature", "answer_temperature"):
             _require(getattr(self, name) > 0, f"data.{name}", getattr(self, name), "a positive number")
         _require(0 <= self.greedy_fraction <= 1, "data.greedy_fraction", self.greedy_fraction, "0 to 1")
         _require(self.processes >= 0, "data.processes", self.processes, "0 (one per core) or more")
+        if self.endpoint is not None:
+            _require(_is_server(self.endpoint), "data.endpoint", _without_user(self.endpoint), _SERVER)
+            regenerated = not self.inputs or self.answers == "regenerate"
+            _require(regenerated, "data.answers", self.answers, '"regenerate" when data.endpoint is set')
+        _require(self.endpoint_concurrency > 0, "data.endpoint_concurrency", self.endpoint_concurrency, "1 or more")
+        _require(self.endpoint_timeout > 0, "data.endpoint_timeout", self.endpoint_timeout, "a positive number")
+        _require(self.endpoint_retries >= 0, "data.endpoint_retries", self.endpoint_retries, "0 or more")
+
+    @property
+    def inputs(self) -> tuple[SourceConfig, ...]:
+        """What is read; nothing for self-synthesis."""
+        if self.path is None:
+            return self.sources
+        return (SourceConfig(self.path, self.layout, None, self.split, self.subset),)
+
+
+_SERVER = "http(s)://HOST[:PORT]/v1, without user, query or key (a key goes into data.endpoint_key_variable)"
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises for what is no port
+    except ValueError:
+        return False
+    plain = "@" not in parts.netloc and not parts.query and not parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
+
+
+def _without_user(url: str) -> str:
+    """For messages: what may be a password or a key is left out."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://***@{tail}".partition("?")[0] if at else url.partition("?")[0]
 
 
 @dataclass(frozen=True)
@@ -186,6 +283,9 @@ class TrainConfig:
     eval_every: int = 200  # steps
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
+    max_skipped: int = 3  # steps in a row that may be skipped because their gradient is not finite
+    timeout_minutes: float = 30.0  # how long the processes wait for one of them
+    trackers: tuple[str, ...] = ()  # tensorboard, wandb, mlflow, trackio ...: what accelerate logs to, besides the file
     patience: int | None = None  # stop after so many evaluations without a longer accept length
     compile: bool = False  # compile the loss (a minute at the start; needs a C++ compiler on a CPU)
     gradient_checkpointing: bool = False  # EAGLE: less memory, a third more arithmetic
@@ -215,6 +315,8 @@ class TrainConfig:
             _require(value >= 1, f"train.{name}", value, "1 or more")
         _require(self.patience is None or self.patience >= 1, "train.patience", self.patience, "1 or more, or null")
         _require(bool(self.output_dir.strip()), "train.output_dir", self.output_dir, "a directory")
+        _require(self.max_skipped >= 0, "train.max_skipped", self.max_skipped, "0 or more")
+        _require(self.timeout_minutes > 0, "train.timeout_minutes", self.timeout_minutes, "a positive number")
         _require(self.seed >= 0, "train.seed", self.seed, "0 or more")
         _require(self.threads >= 0, "train.threads", self.threads, "0 (all cores) or more")
 
@@ -255,12 +357,29 @@ class JointConfig:
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """The target's features of the rows, which heads are trained on."""
+
+    mode: Literal["disk", "online"] = "disk"  # computed once and kept in data.work_dir, or in every step
+    dtype: Literal["auto", "int8"] = "auto"  # on disk, of training rows: the target's, or int8 with a scale per token
+    checksums: bool = True  # read all shards found at the start and compare their SHA-256; false: sizes and headers
+    prefetch: int = 2  # batches that a thread reads ahead; 0: none
+
+    def __post_init__(self) -> None:
+        _require(self.prefetch >= 0, "cache.prefetch", self.prefetch, "0 or more")
+        _require(
+            self.mode == "disk" or self.dtype == "auto", "cache.dtype", self.dtype, '"auto" with cache.mode: online'
+        )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run. `train` has no default limit, so it must set one."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadOptions = field(default_factory=HeadOptions)
     data: DataConfig = field(default_factory=DataConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     joint: JointConfig = field(default_factory=JointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -289,6 +408,12 @@ class RunConfig:
             "joint.start",
             self.joint.start,
             f"null: heads of kind {self.head.kind!r} are not trained together with the target",
+        )
+        _require(
+            self.joint.start is None or self.cache.mode == "disk",
+            "cache.mode",
+            self.cache.mode,
+            '"disk" with joint.start: the features of the target as it was are still needed when it has changed',
         )
         _require(
             self.joint.start is None or self.target.adapter is None,

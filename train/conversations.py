@@ -1,23 +1,27 @@
-"""Conversations and token rows: the row types of the data stages, read, checked, deduplicated, split."""
+"""Conversations and token rows: the row types of the data stages, split, and token rows on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
-Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+from train.files import temporary
 
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+# {"role": "system" | "user" | "assistant" | "tool", "content": text}; an assistant's may have tool_calls (in OpenAI's
+# form, the arguments an object) and reasoning_content, reasoning or thinking; a tool's name and tool_call_id.
+Message = dict[str, Any]
 
 
 def _digest(value: object) -> str:
     """32 hex digits of a JSON-able value, the same in every process and on every machine."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
@@ -51,17 +55,23 @@ class DropCounts:
 class Conversation:
     """One checked conversation: an optional system message, then turns from the user on.
 
-    Either user and assistant alternate, or (prompts still to be answered) every turn is the user's.
+    Either user and assistant alternate (with tool results between an assistant's call and its next turn), or (prompts
+    still to be answered) every turn is the user's. `tools`: JSON schemas that the template renders.
     """
 
     id: str
     source: str
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def content_key(self) -> str:
-        """Hash of the roles and texts, the same whatever id or source the row has."""
-        return _digest([[message["role"], message["content"]] for message in self.messages])
+        """Hash of all that the template can render, the same whatever id or source the row has."""
+        parts: list[object] = []
+        for message in self.messages:
+            more = {key: value for key, value in message.items() if key not in ("role", "content")}
+            parts.append([message["role"], message["content"], *([more] if more else [])])
+        return _digest([*parts, *self.tools])
 
     @property
     def split_key(self) -> str:
@@ -117,128 +127,6 @@ class TokenRow:
         return _digest(self.input_ids[: self.spans[0][0]] if self.spans else self.input_ids)
 
 
-# --- reading ------------------------------------------------------------------------------------------------
-
-
-def _text(content: object) -> str | None:
-    """Content as text: a string, or OpenAI text parts joined. None where it is something else."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return None
-
-
-def _raw_turns(row: Mapping[str, Any]) -> list[tuple[object, object]] | str:
-    """(role, content) pairs as the row has them, or the reason to drop the row."""
-    for key, role_key, content_key in (("messages", "role", "content"), ("conversations", "from", "value")):
-        turns = row.get(key)
-        if turns is None:
-            continue
-        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-            return f"{key} is not a list of turns"
-        pairs: list[tuple[object, object]] = [(turn.get(role_key), turn.get(content_key)) for turn in turns]
-        if row.get("user_turns") is None:
-            return pairs
-        if any(_ROLES.get(str(role)) == "assistant" for role, _ in pairs):
-            return pairs  # answers are there already: user_turns only repeats the questions
-        system = [pair for pair in pairs if pair[0] == "system"]
-        return system + _user_turns(row["user_turns"])
-    for key in ("user_turns", "turns"):
-        if row.get(key) is not None:
-            return _user_turns(row[key])
-    return "none of messages, conversations, user_turns, turns"
-
-
-def _user_turns(turns: object) -> list[tuple[object, object]]:
-    return [("user", turn) for turn in turns] if isinstance(turns, list) else [("user", turns)]
-
-
-def _checked(row: Mapping[str, Any]) -> tuple[Message, ...] | str:
-    """The row's messages in canonical form, or the reason to drop the row."""
-    raw = _raw_turns(row)
-    if isinstance(raw, str):
-        return raw
-    if not raw:
-        return "empty"
-    messages: list[Message] = []
-    for role, content in raw:
-        name = _ROLES.get(role) if isinstance(role, str) else None
-        if name is None:
-            return "unknown role"
-        if content is None:
-            return "null content"
-        text = _text(content)
-        if text is None or any("\ud800" <= char <= "\udfff" for char in text):  # half a character: no UTF-8
-            return "content is not text"
-        if not text.strip():
-            return "empty content"
-        messages.append({"role": name, "content": text})
-    roles = [message["role"] for message in messages]
-    turns = roles[1:] if roles[0] == "system" else roles
-    if not turns:
-        return "no user turn"
-    if turns[0] == "assistant":
-        return "assistant first"
-    alternating = ["user", "assistant"] * len(turns)
-    if turns != alternating[: len(turns)] and turns != ["user"] * len(turns):
-        return "not alternating"
-    return tuple(messages)
-
-
-def read_conversations(path: str | Path) -> tuple[list[Conversation], DropCounts]:
-    """Read JSONL: OpenAI `messages`, ShareGPT `conversations`, prompts (`user_turns`, `turns`, user turns).
-
-    Rows keep their order; of equal rows the first stays. Blank lines are no rows. Raises ValueError where the
-    file cannot be read, a line is not a JSON object (with its number), or no row is left (with the counts).
-    """
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} cannot be read as UTF-8 text ({error}); change data.path") from error
-    kept: list[Conversation] = []
-    counts = DropCounts()
-    seen: set[str] = set()
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a JSON string
-        if not line.strip():
-            continue
-        counts.rows_in += 1
-        row = _json_object(line, path, number)
-        messages = _checked(row)
-        if isinstance(messages, str):
-            counts.add(messages)
-            continue
-        conversation = Conversation("", str(row.get("source") or Path(path).stem), messages)
-        key = conversation.content_key
-        if key in seen:
-            counts.add("duplicate")
-            continue
-        seen.add(key)
-        given = next((row[name] for name in ("id", "question_id") if row.get(name) is not None), key[:16])
-        kept.append(Conversation(str(given), conversation.source, messages))
-    counts.rows_out = len(kept)
-    counts.check()
-    if not kept:
-        raise ValueError(
-            f"{str(path)!r} has no usable conversation: {counts}; expected JSONL rows with messages, "
-            "conversations, user_turns or turns; change data.path"
-        )
-    return kept, counts
-
-
-def _json_object(line: str, path: str | Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error}); expected one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}, line {number}: {type(row).__name__}, expected one JSON object a line")
-    return row
-
-
 # --- split --------------------------------------------------------------------------------------------------
 
 
@@ -284,31 +172,82 @@ def split_rows(rows: Sequence[R], fraction: float, seed: int) -> tuple[list[R], 
 # --- token rows on disk -------------------------------------------------------------------------------------
 
 
-def write_rows(path: str | Path, rows: Iterable[TokenRow]) -> None:
-    """Write JSONL under a temporary name beside `path`, then rename: the file is whole or not there."""
+class TokenRows(Sequence[TokenRow]):
+    """Rows held compactly: 4 bytes a token instead of some 36. A row is put together when it is asked for."""
+
+    def __init__(self, rows: Iterable[TokenRow] = ()) -> None:
+        self._ids, self._ends = array("i"), array("q", [0])
+        self._spans, self._span_ends = array("i"), array("q", [0])
+        self._names: list[tuple[str, str]] = []
+        self._truncated = bytearray()
+        self._sources: dict[str, str] = {}  # each name once
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: TokenRow) -> None:
+        self._ids.extend(row.input_ids)
+        self._ends.append(len(self._ids))
+        for span in row.spans:
+            self._spans.extend(span)
+        self._span_ends.append(len(self._spans))
+        self._names.append((row.id, self._sources.setdefault(row.source, row.source)))
+        self._truncated.append(row.truncated)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenRows: ...
+    def __getitem__(self, index: int | slice) -> TokenRow | TokenRows:
+        if isinstance(index, slice):
+            return TokenRows(self[i] for i in range(*index.indices(len(self))))
+        i = range(len(self))[index]  # IndexError outside, and counts from the end
+        ids = tuple(self._ids[self._ends[i] : self._ends[i + 1]])
+        ends = iter(self._spans[self._span_ends[i] : self._span_ends[i + 1]])
+        name, source = self._names[i]
+        return TokenRow(name, ids, tuple(zip(ends, ends, strict=True)), source, bool(self._truncated[i]))
+
+
+@contextmanager
+def row_writer(path: str | Path) -> Iterator[Callable[[TokenRow], None]]:
+    """Gives a function that writes a row as JSONL, under a temporary name beside `path`.
+
+    At the end the file is renamed: it is whole or not there.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = temporary(path)
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+
+            def write(row: TokenRow) -> None:
+                file.write(json.dumps(vars(row), separators=(",", ":")) + "\n")
+
+            yield write
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(unfinished, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
-def read_rows(path: str | Path) -> list[TokenRow]:
+def write_rows(path: str | Path, rows: Iterable[TokenRow]) -> None:
+    """Writes all `rows` with `row_writer`."""
+    with row_writer(path) as write:
+        for row in rows:
+            write(row)
+
+
+def read_rows(path: str | Path) -> TokenRows:
     """Read what `write_rows` wrote. Raises ValueError naming the file and line of a malformed row."""
-    rows = []
+    rows = TokenRows()
     with Path(path).open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file, 1):
-            data = _json_object(line, path, number)
             try:
-                rows.append(_row_from_dict(data))
-            except (KeyError, TypeError, ValueError) as error:
+                rows.append(_row_from_dict(json.loads(line)))
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a token row ({type(error).__name__}: {error}); delete the "
                     "file and make it again"
@@ -316,7 +255,9 @@ def read_rows(path: str | Path) -> list[TokenRow]:
     return rows
 
 
-def _row_from_dict(data: Mapping[str, Any]) -> TokenRow:
+def _row_from_dict(data: Any) -> TokenRow:
+    if not isinstance(data, dict):
+        raise ValueError(f"{type(data).__name__}, expected one JSON object a line")
     if unknown := set(data) - {"id", "input_ids", "spans", "source", "truncated"}:
         raise ValueError(f"unknown keys {sorted(unknown)}")
     ids, spans, truncated = data["input_ids"], data["spans"], data["truncated"]

@@ -10,16 +10,9 @@ if __package__ in (None, ""):  # run by path: put the repository root first, dro
 
 
 def main(argv: list[str] | None = None) -> int:
-    from train.cli import config_from_args, run_or_explain
+    from train.cli import train_or_plan
 
-    config = config_from_args(argv, "accelerate launch train/eagle.py", __doc__, "train/eagle.py")
-
-    def work() -> None:
-        from train.loop import train
-
-        train(config)
-
-    return run_or_explain(work)
+    return train_or_plan(argv, "train/eagle.py", __doc__)
 
 
 if __name__ == "__main__":

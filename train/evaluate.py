@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from heads.base import LossSpec
+from heads.base import DraftHead, LossSpec
+from heads.divided import settle
 from train.batching import make_batch, plan_batches
 from train.conversations import TokenRow
-from train.feature_cache import Features
+from train.features import Features
+from train.strategies import computing_in
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def summarise(counts: dict[str, float], steps: int) -> Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    head: torch.nn.Module,
+    head: DraftHead,
     rows: Sequence[TokenRow],
     features: Features | Sequence[torch.Tensor],
     depth: int,
@@ -62,8 +64,8 @@ def evaluate(
     accelerator: Accelerator,
     dtype: torch.dtype,
 ) -> Evaluation:
-    """Runs `depth` unrolled steps on every row; ranks share the batches. Leaves the head's mode as it was."""
-    was_training = head.training
+    """Runs `depth` unrolled steps of the (whole) head on every row, its mode as before. Ranks share the batches."""
+    was_training, device = head.training, head.target.head_device
     head.eval()
     totals: dict[str, torch.Tensor] = {}
     batches = plan_batches([len(r.input_ids) for r in rows], tokens_per_batch, 0, 0, packed=True)
@@ -74,18 +76,19 @@ def evaluate(
     for indices in batches[accelerator.process_index :: accelerator.num_processes]:
         batch = make_batch(
             [rows[i] for i in indices],
-            [features[i] for i in indices],
+            features.read(indices) if isinstance(features, Features) else [features[i] for i in indices],
             depth,
-            accelerator.unwrap_model(head).needs,
+            head.needs,
             packed=tokens_per_batch,
             dtype=dtype,
-            device=accelerator.device,
+            device=device,
         )
-        with accelerator.autocast():
-            out = accelerator.unwrap_model(head)(batch, loss, measure=True)
+        with computing_in(dtype, device):
+            out = head(batch, loss, measure=True)
         for name in names:
-            totals[name] = totals.get(name, torch.zeros((), device=accelerator.device)) + out.counts[name]
-    vector = torch.stack([totals.get(name, torch.zeros((), device=accelerator.device)).double() for name in names])
+            totals[name] = totals.get(name, torch.zeros((), device=device)) + out.counts[name]
+    settle(head.target)
+    vector = torch.stack([totals.get(name, torch.zeros((), device=device)).double() for name in names])
     vector = accelerator.reduce(vector, "sum")
     head.train(was_training)
     return summarise(dict(zip(names, vector.tolist(), strict=True)), depth)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heads.base import DraftHead, TreePolicy
-from heads.checkpoint import WEIGHTS
+from heads.formats.files import head_digest
 from heads.target import TargetAdapter
 from infer.calibration import NODES
 from infer.costs import CalibrationRequest, Costs, measure_tree_costs
@@ -22,12 +22,13 @@ from infer.engine import DecodeOptions, RowRequest, decode
 from infer.fitting import UNKNOWN, Accuracy, Fit, fit, priced
 from infer.loading import Loaded, add_model_options, load_models
 from infer.machine import commit_id, library_versions, machine_name
-from infer.prompts import encode_prompt, read_prompts, spread
+from infer.prompts import add_prompt_options, encode_prompt, read_prompts, spread
 from infer.report import aligned
 from infer.stopping import StopRule
 from infer.trees import TREE_FILE, TREE_NAME, write_tree
 from train.config import load_config
 from train.feature_cache import build_feature_cache, cache_key
+from train.features import FeatureSource
 from train.files import differences
 from train.ranks import Ranks, measure_ranks
 from train.resume import RUN_YAML
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"only N prompts, spread over the categories; default: {_CHECK_PROMPTS}",
     )
     add("--tokens", type=int, default=_CHECK_TOKENS, metavar="N", help=f"per prompt; default: {_CHECK_TOKENS}")
-    add("--raw", action="store_true", help="no chat template")
+    add_prompt_options(parser)
     return parser
 
 
@@ -84,6 +85,8 @@ def run(argv: Sequence[str] | None = None) -> None:
         ValueError: anything wrong with the files or values given (argparse ends with code 2 by itself).
     """
     args = build_parser().parse_args(argv)
+    if args.out is None and not Path(args.head).is_dir():
+        raise ValueError(f"--head is {args.head!r}, which is no directory here: give --out for its tree")
     out = Path(args.out) if args.out is not None else Path(args.head) / TREE_NAME
     TREE_FILE.check_writable(out)  # before minutes of work
     _check_values(args)
@@ -91,7 +94,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     loaded = load_models(args)
     head = loaded.head
     assert head is not None, "load_models leaves the head out only if asked to"
-    found = _measure(args, loaded.target, head)
+    found = _measure(args, loaded, head)
     fits = fit(found.ranks.rank_RK, found.ranks.row_R, args.max_rank, NODES if args.nodes == "auto" else [args.nodes])
     costs = None
     if args.nodes == "auto":
@@ -148,7 +151,8 @@ class _Found:
     facts: dict[str, Any]
 
 
-def _measure(args: argparse.Namespace, target: TargetAdapter, head: DraftHead) -> _Found:
+def _measure(args: argparse.Namespace, loaded: Loaded, head: DraftHead) -> _Found:
+    target = loaded.target
     steps = args.depth or min(_DEPTH, head.max_depth or _DEPTH)
     if head.max_depth is not None and steps > head.max_depth:
         raise ValueError(f"--depth is {steps}, head {head.config.kind!r} drafts at most {head.max_depth} tokens")
@@ -164,8 +168,8 @@ def _measure(args: argparse.Namespace, target: TargetAdapter, head: DraftHead) -
     evaluated = 0 if config is None else config.eval.max_rows
     limit = args.limit or evaluated
     rows, cached = held_out[:limit], held_out[: max(limit, evaluated)]  # fewer rows than training has need no new cache
-    folder = _features_folder(data, cache_key(target, cached, head.needs.taps))
-    features = build_feature_cache(target, cached, folder, head.needs.taps, _say)
+    source = FeatureSource(target, head.needs.taps, loaded.tokenizer)
+    features = build_feature_cache(source, cached, _features_folder(data, cache_key(source, cached)), log=_say)
     ranks = measure_ranks(head, rows, features, steps, args.max_rank, _say)
     if not len(ranks.rank_RK):
         raise ValueError(f"--data: the {len(rows)} held-out rows of {data} have no supervised place; give other rows")
@@ -174,7 +178,7 @@ def _measure(args: argparse.Namespace, target: TargetAdapter, head: DraftHead) -
     facts = {
         "head": args.head,
         "head_kind": head.config.kind,
-        "head_sha256": hashlib.sha256((Path(args.head) / WEIGHTS).read_bytes()).hexdigest(),
+        "head_sha256": head_digest(Path(args.head)),
         "target": target.name,
         "target_revision": target.revision,
         "target_adapter": target.adapter,
@@ -212,7 +216,7 @@ def _measured_tau(args: argparse.Namespace, loaded: Loaded, best: Fit, prompts: 
     stop = StopRule(loaded.target.eos_ids, args.tokens)
     tokens = passes = 0
     for done, prompt in enumerate(prompts, 1):
-        ids = encode_prompt(loaded.tokenizer, prompt, args.raw)
+        ids = encode_prompt(loaded.tokenizer, prompt, args.raw, args.template_kwargs)
         stats = decode(loaded.target, loaded.head, [RowRequest(ids, stop)], options)[0].stats
         tokens, passes = tokens + stats.round_tokens, passes + stats.target_passes
         _say(f"check: {done} of {len(prompts)} prompts")

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from heads.adapter import CONFIG, WEIGHTS
 from heads.checkpoint import recover, replace_folder
-from heads.losses import chunk_rows, soft_ce_sum
+from heads.losses import Projection, Teacher, chunk_rows, distil
 from heads.target import TargetAdapter
 from heads.topk import argmax_of
 from train.conversations import TokenRow
-from train.feature_cache import Features, feature_batches, padded_rows
+from train.feature_cache import feature_batches
+from train.features import Features, padded_rows
 
 # ---- the trainable target ----------------------------------------------------------------------------------
 
@@ -174,13 +175,15 @@ def answer_mask(rows: Sequence[TokenRow], width: int) -> Tensor:
 def target_loss_sum(hidden_RH: Tensor, teacher_RH: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
     """KL(teacher || student), summed over R supervised positions (nats); differentiable with respect to `hidden_RH`.
 
-        sum_r sum_v p_rv (log p_rv - log q_rv) = CE(p, q) - CE(p, p),    p = softmax(logits_of(teacher))
+        sum_r sum_v p_rv (log p_rv - log q_rv),    p = softmax(logits_of(teacher)), q = softmax(logits_of(hidden))
 
     Divide by the number of supervised positions, not by that of all tokens. `logits_of` is the frozen LM head; its
     logits never exist all together.
     """
-    teacher_RH = teacher_RH.detach()
-    return soft_ce_sum(hidden_RH, teacher_RH, logits_of) - soft_ce_sum(teacher_RH, teacher_RH, logits_of)
+    wide = torch.promote_types(hidden_RH.dtype, torch.float32)
+    weight_1R = torch.ones(1, len(hidden_RH), dtype=wide, device=hidden_RH.device)
+    teacher = Teacher(teacher_RH.detach(), logits_of)
+    return distil([hidden_RH], weight_1R, teacher, [Projection(logits_of)], divergence="forward_kl").total
 
 
 # ---- how far the target moves ------------------------------------------------------------------------------

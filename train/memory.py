@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heads.base import DraftHead, trainable_parameters
 from heads.losses import chunk_rows
+from heads.target import TargetAdapter
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,12 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    head: DraftHead, tokens: int, steps: int, dtype: torch.dtype, checkpointing: bool = False
+    head: DraftHead,
+    tokens: int,
+    steps: int,
+    dtype: torch.dtype,
+    checkpointing: bool = False,
+    device: torch.device | None = None,
 ) -> MemoryEstimate:
     """Of a step on `tokens` positions, all of them supervised, with the head bound; from sizes alone.
 
@@ -51,10 +58,11 @@ def estimate_memory(
 
     Args:
         steps: draft steps. dtype: what is computed in. checkpointing: `train.gradient_checkpointing`.
+        device: where the step is to run; None: where the head's target is.
     """
     config, size, trained = head.config, dtype.itemsize, trainable_parameters(head)
     vocab = config.draft_vocab_size or config.vocab_size
-    rows = min(chunk_rows(vocab, head.target.head_device), tokens)
+    rows = min(chunk_rows(vocab, device or head.target.head_device), tokens)
     heads = (head.max_depth or 1) if config.own_projection else 0  # LM heads that are trained
     own = 4 * vocab * config.hidden_size * heads  # their gradients, kept until the backward pass
     together = 1 if heads > 1 else steps  # steps that share an LM head go through it together
@@ -86,6 +94,25 @@ def _per_token(head: DraftHead, steps: int, size: int, checkpointing: bool) -> i
     if checkpointing:
         return step + steps * (crossing + loss)
     return steps * (step + loss)
+
+
+def target_pass_bytes(target: TargetAdapter, rows: int, length: int, columns: int) -> int:
+    """Bytes at the peak of a pass of the target without gradients: rows of `length` tokens, without cache and logits.
+
+    Within a factor of two of what operations allocate (tested by `PeakBytes`), but for models that run every expert.
+
+    Args:
+        columns: numbers per token that are kept: features and taps.
+    """
+    config, size = target.config, target.dtype.itemsize
+    width, heads = config.hidden_size, config.num_attention_heads
+    queries = heads * (getattr(config, "head_dim", None) or width // heads)
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    layer = size * max(3 * inner + width, 7 * queries) + 2 * size * width  # MLP, or attention; residual and its norm
+    masks = 2 + (size + 1) * len(target.masks.sizes)  # bools, and what is added to scores
+    if config._attn_implementation == "eager":
+        masks += heads * (2 * size + 4)  # the scores, and their softmax in fp32
+    return rows * length * (layer + 2 * size * columns + masks * length)
 
 
 class PeakBytes(TorchDispatchMode):
@@ -126,4 +153,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    """Of a divided tensor, the share that is here."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage()

@@ -13,7 +13,7 @@ import torch
 
 from infer.machine import commit_id
 
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft")
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "datasets")
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

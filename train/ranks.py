@@ -21,7 +21,7 @@ from heads.losses import best_token, chunk_rows
 from infer.fitting import MISS, UNKNOWN
 from train.batching import make_batch, plan_batches
 from train.conversations import TokenRow
-from train.feature_cache import Features
+from train.features import Features
 
 _BATCH_TOKENS = 1024  # padded tokens per batch
 _PROGRESS_SECONDS = 15.0

@@ -7,28 +7,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from heads.base import DraftHead, trainable_parameters
-from heads.checkpoint import load_head
-from heads.config import HeadConfig
+from heads.checkpoint import read_config
+from heads.config import CIRCUMSTANCES, HeadConfig
+from heads.divided import divide
 from heads.drafter import HiddenStateDrafter
+from heads.embedded import resolve_target
+from heads.fingerprint import fingerprint, tokenizer_digest
+from heads.formats.opening import is_native, open_head
 from heads.registry import build_head
-from heads.target import TargetAdapter
+from heads.target import TargetAdapter, fast_dtype
 from heads.vocab import coverage, frequent_tokens, token_counts
 from infer.prefill import check_length
 from infer.probe import require_tree
 from train.config import RunConfig
-from train.conversations import TokenRow
-from train.feature_cache import Features, JoinedFeatures, build_feature_cache
+from train.conversations import TokenRow, TokenRows
+from train.digests import weights_digest
+from train.feature_stage import open_features
+from train.features import Features, FeatureSource
+from train.launch import Launch, take_launch
 from train.memory import estimate_memory
-from train.optim import add_group, build_optimizer
+from train.optim import add_group
 from train.regenerate import load_target, usable_cores
+from train.resume import load_weights
 from train.stage import Rows, prepare_rows, read_further, read_stage
+from train.strategies import Strategy, build_strategy
 from train.together import Together
+from train.tracking import available_trackers
 
 
 @dataclass(frozen=True)
@@ -38,8 +52,7 @@ class Session:
     config: RunConfig
     accelerator: Accelerator
     target: TargetAdapter
-    head: torch.nn.Module  # as accelerate wrapped it
-    optimizer: Any
+    strategy: Strategy
     rows: Rows
     train_features: Features
     held_features: Features
@@ -54,23 +67,40 @@ class Session:
 
     @property
     def bare_head(self) -> DraftHead:
-        return self.accelerator.unwrap_model(self.head)
+        return self.strategy.head
+
+
+def start(config: RunConfig) -> tuple[Accelerator, Launch]:
+    """The processes that were really asked for, and with what strategy, or an error."""
+    launch = take_launch(_world())
+    return build_accelerator(config), launch
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """The accelerator that was really asked for, or an error: a launcher's wish must not be dropped silently."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of which accelerate knows nothing else: strategy and precision are applied by `train.strategies`."""
+    world = _world()
     cpu = config.target.device == "cpu" or not torch.cuda.is_available()
-    # The timeout covers the stages that rank 0 does alone.
-    handler = InitProcessGroupKwargs(backend="gloo" if cpu else "nccl", timeout=timedelta(hours=12))
+    timeout = timedelta(minutes=config.train.timeout_minutes)
+    backend = "gloo" if cpu else "nccl"
+    handler = InitProcessGroupKwargs(backend=backend, timeout=timeout)
     accelerator = Accelerator(
-        cpu=cpu, mixed_precision=_precision(config, cpu), kwargs_handlers=[handler] if world > 1 else []
+        cpu=cpu,
+        mixed_precision="no",
+        kwargs_handlers=[handler] if world > 1 else [],
+        log_with=available_trackers(config.train.trackers) or None,  # of an empty list it warns
+        project_dir=config.train.output_dir,
     )
     if accelerator.num_processes != world or (world > 1 and not accelerator.use_distributed):
         raise ValueError(
             f"{world} processes were launched, but accelerate runs {accelerator.num_processes} "
             f"({accelerator.distributed_type}); launch with torchrun, or with one process"
         )
+    if world > 1 and dist.get_backend() != backend:
+        raise ValueError(f"{world} processes talk by {dist.get_backend()}, expected {backend}")
     if cpu:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # The launcher limits OpenMP to one thread per process on a CPU; a process may have its share of the cores.
@@ -80,65 +110,145 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def _precision(config: RunConfig, cpu: bool) -> str:
-    if config.train.mixed_precision != "auto":
-        return config.train.mixed_precision
-    return "bf16" if fast_dtype(torch.device("cpu" if cpu else "cuda")) == torch.bfloat16 else "no"
+def _dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """What is computed in; weights of the head are fp32."""
+    known = {"bf16": torch.bfloat16, "no": torch.float32}
+    return known.get(config.train.mixed_precision) or fast_dtype(device)
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """What `train.mixed_precision: auto` computes in on that device."""
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported()
-    else:
-        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
-
-
-def prepare(config: RunConfig, accelerator: Accelerator, log: Callable[[str], None]) -> Session:
+def load_sources(
+    config: RunConfig, accelerator: Accelerator, log: Callable[[str], None], launch: Launch
+) -> tuple[list[Rows], TargetAdapter, PreTrainedTokenizerBase]:
+    """The rows of data.work_dir and data.also (no more held-out rows than are evaluated), target and tokenizer."""
     device = str(accelerator.device) if config.target.device == "auto" else config.target.device
     if torch.device(device).type != accelerator.device.type:
         raise ValueError(f"target.device is {device!r}, but training runs on {accelerator.device}; use auto")
     if accelerator.num_processes > 1 and read_stage(config) is None:
         raise ValueError("data.work_dir: not prepared; with several processes run scripts/make_conversations.py first")
+    _check_start(config)
     sources = [prepare_rows(config, device, log), *read_further(config)]
     share = -(-config.eval.max_rows // len(sources))
     sources = [replace(source, held_out=source.held_out[:share]) for source in sources]
+    divides = accelerator.num_processes > 1 and (launch.divides if (own := config.target.divide) is None else own)
+    if config.target.device_map is not None and accelerator.num_processes > 1:
+        raise ValueError(
+            f"target.device_map is {config.target.device_map!r}, which one process spreads over all devices, but "
+            f"{accelerator.num_processes} run here; set it to null, and target.divide to true if it fits no device"
+        )
+    target, tokenizer = load_target(config.target, device, divides)
+    check_length(target, config.data.max_length, "data.max_length")
+    if divides:
+        _divide(target, accelerator, log)
+    target.check_head_path()
+    return sources, target, tokenizer
+
+
+def _check_start(config: RunConfig) -> None:
+    """Raises ValueError, before any weights are loaded, for a head to start from that is for another width or kind."""
+    if config.head.init_from is None or not is_native(Path(config.head.init_from)):
+        return  # another layout says less of itself: it is compared when it is opened
+    head, path = read_config(config.head.init_from), resolve_target(config.target.path, config.target.cache_dir)
+    options = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
+    try:
+        target = AutoConfig.from_pretrained(path, **options).get_text_config()
+    except OSError:
+        return  # loading says what is wrong
+    width = getattr(target, "word_embed_proj_dim", None) or target.hidden_size
+    for name, found, wanted in (
+        ("kind", head.kind, config.head.kind),
+        ("hidden_size", head.hidden_size, width),
+        ("vocab_size", head.vocab_size, target.vocab_size),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"head.init_from: {config.head.init_from} has {name} {found!r}, expected {wanted!r} for "
+                f"{config.target.path!r}; it was trained for {head.target!r}"
+            )
+
+
+def _divide(target: TargetAdapter, accelerator: Accelerator, log: Callable[[str], None]) -> None:
+    """Among the processes; the first one takes the weights' digest while they are whole."""
+    digest = [weights_digest(target.model) if accelerator.is_main_process else None]
+    broadcast_object_list(digest)
+    before = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    divide(target, init_device_mesh(accelerator.device.type, (accelerator.num_processes,)), digest[0])
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in target.model.parameters()]
+    after = sum(p.numel() * p.element_size() for p in parts)
+    log(f"target: layers divided among {accelerator.num_processes} processes, {after / before:.0%} of it in each")
+
+
+def prepare(
+    config: RunConfig,
+    accelerator: Accelerator,
+    log: Callable[[str], None],
+    launch: Launch | None = None,
+    checkpoint: Path | None = None,
+) -> Session:
+    """checkpoint: whose weights the head goes on from; its moments are loaded by `train.resume.load_rest`."""
+    launch = launch or Launch()
+    sources, target, tokenizer = load_sources(config, accelerator, log, launch)
     rows = _joined(sources)
     if config.data.also:
         log(f"data: {len(rows.train)} training and {len(rows.held_out)} held-out rows with those of data.also")
-    target, _ = load_target(config.target, device)
-    check_length(target, config.data.max_length, "data.max_length")
-    target.check_head_path()
     require_tree(target)
     head = _build_head(config, target, rows.train, log)
+    head.config = replace(
+        head.config,
+        trained_length=config.data.max_length,
+        tokenizer_sha256=tokenizer_digest(tokenizer),
+        **fingerprint(target),
+    )
     target.tap(head.needs.taps)
     if isinstance(head, HiddenStateDrafter):
         head.checkpointing = config.train.gradient_checkpointing
-    train_features, held_features = _features(config, accelerator, target, sources, head.needs.taps, log)
-    log(
-        f"head: {config.head.kind}, {trainable_parameters(head):,} trainable parameters; "
-        f"{accelerator.num_processes} process(es), {accelerator.device}, {torch.get_num_threads()} threads, "
-        f"mixed precision {accelerator.mixed_precision}"
-    )
-    optimizer = build_optimizer(head.parameters(), config.optim)
+    source = FeatureSource(target, head.needs.taps, tokenizer)
+    train_features, held_features = open_features(config, source, sources, log)
     joint = None
     if config.joint.start is not None:
+        if target.peers is not None:
+            raise ValueError("joint.start: a divided target cannot be trained; set target.divide: false")
         joint = Together.build(config.joint, target, config.train.seed)
-        add_group(optimizer, joint.lora.parameters(), config.joint.lr / config.optim.lr)
-        accelerator.register_for_checkpointing(joint.lora)
         size = trainable_parameters(joint.lora)
         log(f"joint: LoRA of rank {config.joint.rank} ({size:,} parameters), from {config.joint.start:.0%} of the run")
-    wrapped, optimizer = accelerator.prepare(head, optimizer)
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    if checkpoint is not None:
+        load_weights(checkpoint, head, None if joint is None else joint.lora)
+    dtype, trained = _dtype(config, target.head_device), trainable_parameters(head)
+    strategy = build_strategy(launch, head, config, accelerator, dtype)
+    if joint is not None:
+        add_group(strategy.optimizer, joint.lora.parameters(), config.joint.lr / config.optim.lr)
+        strategy.also = joint.lora
+    log(
+        f"head: {config.head.kind}, {trained:,} trainable parameters; "
+        f"{accelerator.num_processes} process(es){_how(accelerator, strategy)}, {target.head_device}, "
+        f"{torch.get_num_threads()} threads, computed in {str(dtype).removeprefix('torch.')}"
+    )
     steps, tokens = head.max_depth or config.loss.unroll_steps or 1, config.train.tokens_per_batch
     estimate = estimate_memory(head, tokens, steps, dtype, config.train.gradient_checkpointing)
     log(f"memory: {estimate} per process")
     everywhere = tokens * config.train.grad_accumulation * accelerator.num_processes
     log(f"tokens: at most {everywhere} per step, {steps} draft steps each; {_tokens(rows.train)} in an epoch")
-    return Session(
-        config, accelerator, target, wrapped, optimizer, rows, train_features, held_features, dtype, log, joint
+    return Session(config, accelerator, target, strategy, rows, train_features, held_features, dtype, log, joint)
+
+
+def head_config(config: RunConfig, target: TargetAdapter, embedding_scale: float) -> HeadConfig:
+    """Of a new head for this target."""
+    options = config.head
+    derived = HeadConfig.derive(
+        options.kind,
+        target.config,
+        target.vocab_size,
+        config.target.path,
+        config.target.revision,
+        options.draft_vocab,
+        embedding_scale,
+        options.options(),
     )
+    return replace(derived, target_adapter=config.target.adapter)
+
+
+def _how(accelerator: Accelerator, strategy: Strategy) -> str:
+    """Strategy and backend of several processes."""
+    return "" if accelerator.num_processes == 1 else f" ({strategy.name}, {dist.get_backend()})"
 
 
 def _build_head(
@@ -146,21 +256,14 @@ def _build_head(
 ) -> DraftHead:
     """A new head bound to the target, or the one to start from; its draft vocabulary is never chosen anew."""
     options, size = config.head, config.head.draft_vocab
-    start = None if options.init_from is None else load_head(options.init_from, torch.float32, target.head_device)
+    start = None
+    if options.init_from is not None:
+        start = open_head(options.init_from, config.target.path).build(torch.float32, target.head_device)
     scale = _embedding_scale(target, rows) if start is None else start.config.embedding_scale
-    wanted = HeadConfig.derive(
-        options.kind,
-        target.config,
-        target.vocab_size,
-        config.target.path,
-        config.target.revision,
-        size,
-        scale,
-        options.options(),
-    )
-    wanted = replace(wanted, target_adapter=config.target.adapter)
+    wanted = head_config(config, target, scale)
     if start is not None:
         found = start.config.to_dict() | {"target_adapter": wanted.target_adapter}  # a head of the base will do
+        found |= dict.fromkeys(CIRCUMSTANCES)
         other = {k: (v, found[k]) for k, v in wanted.to_dict().items() if found[k] != v}
         if other:
             shown = ", ".join(f"{name} {mine!r} here, {theirs!r} there" for name, (mine, theirs) in other.items())
@@ -171,7 +274,7 @@ def _build_head(
         return start
     head = build_head(wanted).to(target.head_device)
     if size is not None:
-        counts = token_counts([row.input_ids[a:b] for row in rows for a, b in row.spans], target.vocab_size)
+        counts = token_counts((row.input_ids[a:b] for row in rows for a, b in row.spans), target.vocab_size)
         ids = frequent_tokens(counts, size)
         head.set_draft_vocab(ids.to(target.head_device))
         share = coverage(counts, ids)
@@ -182,30 +285,6 @@ def _build_head(
     return head
 
 
-def _features(
-    config: RunConfig,
-    accelerator: Accelerator,
-    target: TargetAdapter,
-    sources: Sequence[Rows],
-    taps: Sequence[int],
-    log: Callable[[str], None],
-) -> tuple[Features, Features]:
-    """Rank 0 writes the caches of every source, of both sides, then every rank opens them."""
-    kind = "".join(f"_{k}" for k in ("taps", *taps)) if taps else ""  # heads that read other layers have their own
-    places = []
-    for source, folder in zip(sources, (config.data.work_dir, *config.data.also), strict=True):
-        places.append((source.train, Path(folder) / f"features_train{kind}"))
-        places.append((source.held_out, Path(folder) / f"features_held_out_{len(source.held_out)}{kind}"))
-    if accelerator.is_main_process:
-        for some, place in places:
-            build_feature_cache(target, some, place, taps, log)
-    accelerator.wait_for_everyone()
-    parts = [build_feature_cache(target, some, place, taps, log) for some, place in places]
-    if len(sources) == 1:
-        return parts[0], parts[1]
-    return JoinedFeatures(parts[::2]), JoinedFeatures(parts[1::2])
-
-
 def _tokens(rows: Sequence[TokenRow]) -> int:
     return sum(len(row.input_ids) for row in rows)
 
@@ -214,8 +293,8 @@ def _joined(sources: Sequence[Rows]) -> Rows:
     if len(sources) == 1:
         return sources[0]
     return Rows(
-        [row for source in sources for row in source.train],
-        [row for source in sources for row in source.held_out],
+        TokenRows(row for source in sources for row in source.train),
+        TokenRows(row for source in sources for row in source.held_out),
         {"sources": [source.record for source in sources]},
     )
 

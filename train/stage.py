@@ -6,31 +6,35 @@ Writes to data.work_dir: rows_train.jsonl, rows_held_out.jsonl, held_out_prompts
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from heads.adapter import adapter_digest
-from heads.embedded import resolve_target
+from heads.fingerprint import tokenizer_digest
 from train.answering import template_parts
-from train.chat_mask import describe_row, encode_all, end_of_turn_ids
-from train.config import RunConfig
+from train.chat_mask import check_supervised, describe_row, encode_each
+from train.config import DataConfig, RunConfig, SourceConfig
 from train.conversations import (
     Conversation,
     DropCounts,
     TokenRow,
-    read_conversations,
+    TokenRows,
+    is_held_out,
     read_rows,
+    row_writer,
     split_rows,
     write_rows,
 )
-from train.files import differences, write_text
-from train.regenerate import load_tokenizer, make_rows
+from train.digests import template_digest
+from train.files import differences, remove_leftovers, write_text
+from train.raw_rows import fingerprint
+from train.regenerate import answers_record, load_tokenizer, make_rows, stop_ids
+from train.sources import Conversations
 
 _TRAIN, _HELD_OUT, _PROMPTS, _STAGE = "rows_train.jsonl", "rows_held_out.jsonl", "held_out_prompts.jsonl", "stage.json"
 
@@ -39,32 +43,32 @@ _TRAIN, _HELD_OUT, _PROMPTS, _STAGE = "rows_train.jsonl", "rows_held_out.jsonl",
 class Rows:
     """Rows of both sides and the stage's own record."""
 
-    train: list[TokenRow]
-    held_out: list[TokenRow]
+    train: Sequence[TokenRow]
+    held_out: Sequence[TokenRow]
     record: dict[str, Any]
 
 
 def stage_key(config: RunConfig) -> dict[str, Any]:
     """Everything the rows depend on, and nothing else."""
     data = config.data
-    used = ["path", "max_length", "max_rows", "held_out", "seed"]
-    if data.path is None or data.answers == "regenerate":
+    used = ["max_length", "supervise", "template_kwargs", "max_rows", "held_out", "seed"]
+    if not data.inputs or data.answers == "regenerate":
         used += ["answers", "answer_tokens", "answer_temperature", "greedy_fraction", "top_k", "batch_size"]
-    if data.path is None:
+        used += ["endpoint", "endpoint_model"]
+    if not data.inputs:
         used += ["tokens", "prompt_tokens", "prompt_temperature"]
-    key: dict[str, Any] = {"schema": 1}
+    key: dict[str, Any] = {"schema": 3}
     key |= {f"target.{name}": getattr(config.target, name) for name in ("path", "revision", "dtype", "adapter")}
     key["target.adapter_sha256"] = adapter_digest(config.target.adapter)
+    tokenizer = load_tokenizer(config.target)
+    key["target.tokenizer_sha256"] = tokenizer_digest(tokenizer)
+    key["target.template_sha256"] = template_digest(tokenizer)
     key |= {f"data.{name}": getattr(data, name) for name in used}
-    if data.path is not None:
-        key["data.sha256"] = hashlib.sha256(_existing(data.path).read_bytes()).hexdigest()
+    if data.inputs:
+        key["data.sources"] = [asdict(source) | {"sha256": fingerprint(source)} for source in data.inputs]
+        key["data.exclude"] = [[path, fingerprint(SourceConfig(path))] for path in data.exclude]
+        key["data.duplicates"] = data.duplicates
     return key
-
-
-def _existing(path: str) -> Path:
-    if not Path(path).is_file():
-        raise ValueError(f"data.path: {path} is not a file; expected JSONL of conversations or prompts")
-    return Path(path)
 
 
 def read_stage(config: RunConfig) -> Rows | None:
@@ -107,7 +111,7 @@ def read_further(config: RunConfig) -> list[Rows]:
     return found
 
 
-def read_held_out(work_dir: str | Path, target: str) -> list[TokenRow]:
+def read_held_out(work_dir: str | Path, target: str) -> Sequence[TokenRow]:
     """The held-out rows of a finished stage for this target, whatever its other settings were.
 
     Raises:
@@ -134,33 +138,32 @@ def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = pr
         return done
     folder = Path(config.data.work_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     tokenizer = load_tokenizer(config.target)
-    made, counts = _make(config, tokenizer, device, log)
-    # The first token of an answer comes from the target's prefill: an answer of one token trains nothing.
-    rows = [row for row in made if any(end - start >= 2 for start, end in row.spans)]
-    for _ in range(len(made) - len(rows)):
-        counts.add("answers of one token")
-    counts.rows_out = len(rows)
-    counts.check()
-    log(f"data: {counts}")
-    train, held_out = split_rows(rows, config.data.held_out, config.data.seed)
+    made = _Made()
+    train, held_out = _split_to_disk(config, _usable(_make(config, tokenizer, device, log, made), made))
+    counts, rows = made.counts, [train, held_out]
+    cut = sum(row.truncated for side in rows for row in side)
+    log(f"data: {counts}" + (f"; {cut} lost answers to their length" if cut else ""))
+    total = sum(len(row.input_ids) for side in rows for row in side)
+    check_supervised(sum(row.supervised for side in rows for row in side), total, counts, _names(config.data))
     if not train or not held_out:
         raise ValueError(
-            f"data.path: {config.data.path or 'self-synthesis'} gave {len(rows)} usable rows ({counts}); "
+            f"data.path: {_names(config.data)} gave {counts.rows_out} usable rows ({counts}); "
             "expected at least 2 with different prompts, one to train on and one held out"
         )
-    write_rows(folder / _TRAIN, train)
-    write_rows(folder / _HELD_OUT, held_out)
-    _write_prompts(folder / _PROMPTS, held_out, tokenizer, log)
+    _write_prompts(folder / _PROMPTS, held_out, tokenizer, log, config.data.template_kwargs)
     record = {
         "key": stage_key(config),
         "rows_in": counts.rows_in,
         "dropped": counts.reasons,
+        "sources": made.sources,
         "train_rows": len(train),
         "held_out_rows": len(held_out),
         "supervised_tokens": sum(r.supervised for r in train),
         "tokens": sum(len(r.input_ids) for r in train),
-        "truncated_rows": sum(r.truncated for r in rows),
+        "truncated_rows": cut,
+        "answers": answers_record(folder),
     }
     write_text(folder / _STAGE, json.dumps(record, indent=2) + "\n")
     log(f"data: {len(train)} training rows ({record['supervised_tokens']} answer tokens), {len(held_out)} held out")
@@ -170,56 +173,102 @@ def prepare_rows(config: RunConfig, device: str, log: Callable[[str], None] = pr
     return Rows(train, held_out, record)
 
 
+@dataclass
+class _Made:
+    """What became of the rows: complete when the last row is there."""
+
+    counts: DropCounts = field(default_factory=DropCounts)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _usable(rows: Iterable[TokenRow], made: _Made) -> Iterator[TokenRow]:
+    """The first token of an answer comes from the target's prefill: an answer of one token trains nothing."""
+    short = 0
+    for row in rows:
+        if any(end - start >= 2 for start, end in row.spans):
+            yield row
+        else:
+            short += 1
+    made.counts.rows_out -= short
+    if short:
+        made.counts.reasons["answers of one token"] = short
+    made.counts.check()
+
+
+def _split_to_disk(config: RunConfig, rows: Iterable[TokenRow]) -> tuple[TokenRows, TokenRows]:
+    """Writes each row to its side as it comes. A side that stays empty gets rows as in `split_rows`."""
+    data, folder = config.data, Path(config.data.work_dir)
+    with row_writer(folder / _TRAIN) as train, row_writer(folder / _HELD_OUT) as held_out:
+        for row in rows:
+            (held_out if is_held_out(row.split_key, data.held_out, data.seed) else train)(row)
+    sides = read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT)
+    if all(sides):
+        return sides
+    for name, side in zip((_TRAIN, _HELD_OUT), split_rows(sides[0] or sides[1], data.held_out, data.seed), strict=True):
+        write_rows(folder / name, side)
+    return read_rows(folder / _TRAIN), read_rows(folder / _HELD_OUT)
+
+
+def _names(data: DataConfig) -> str:
+    return ", ".join(source.path for source in data.inputs) or "self-synthesis"
+
+
 def _make(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: str, log: Callable[[str], None]
-) -> tuple[list[TokenRow], DropCounts]:
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: str, log: Callable[[str], None], made: _Made
+) -> Iterator[TokenRow]:
     data = config.data
-    if data.path is None:
+    if not data.inputs:
         log(f"data: self-synthesis until {data.tokens} answer tokens are there")
-        return make_rows(config.target, data, None, device=device, log=log)
-    conversations, counts = read_conversations(_existing(data.path))
-    log(f"data: {data.path}: {counts}")
-    if data.max_rows is not None:
-        conversations = conversations[: data.max_rows]
+        rows, made.counts = make_rows(config.target, data, None, device=device, log=log)
+        yield from rows
+        return
     if data.answers == "regenerate":
-        prompts = [_prompt_only(c) for c in conversations]
-        rows, made = make_rows(config.target, data, prompts, device=device, log=log)
-        return rows, _joined(counts, len(prompts), made)
-    if all(c.is_prompt for c in conversations):
-        raise ValueError(f"data.answers: {data.path} holds prompts only; set data.answers: regenerate")
-
-    eos = None
-    try:
-        path = resolve_target(config.target.path, config.target.cache_dir)
-        eos = GenerationConfig.from_pretrained(path, revision=config.target.revision or "main").eos_token_id
-    except OSError:
-        eos = tokenizer.eos_token_id  # no generation config: the template's own terminator is added below
-    ends = end_of_turn_ids(tokenizer, eos)
-    rows, made = encode_all(tokenizer, conversations, data.max_length, ends, data_name=data.path)
-    return rows, _joined(counts, len(conversations), made)
+        conversations = Conversations(data, log, _prompt_only)
+        rows, counts = make_rows(config.target, data, list(conversations), device=device, log=log)
+        yield from (replace(row, spans=row.spans[-1:]) for row in rows) if data.supervise == "last" else rows
+    else:
+        conversations, counts = Conversations(data, log), DropCounts()
+        ends, answered = stop_ids(config.target, data, tokenizer), _with_answers(conversations, data)
+        options = {"data_name": _names(data), "supervise": data.supervise, **data.template_kwargs}
+        yield from encode_each(tokenizer, answered, data.max_length, ends, counts, **options)
+    made.counts, made.sources = _joined(conversations.counts, counts), conversations.record
 
 
-def _joined(read: DropCounts, used: int, made: DropCounts) -> DropCounts:
-    """Both steps as one: rows of the file in, rows made out."""
+def _with_answers(conversations: Conversations, data: DataConfig) -> Iterator[Conversation]:
+    """Raises ValueError, after the last, where none has an answer."""
+    answered = False
+    for conversation in conversations:
+        answered = answered or not conversation.is_prompt
+        yield conversation
+    if not answered:
+        raise ValueError(f"data.answers: {_names(data)} holds prompts only; set data.answers: regenerate")
+
+
+def _joined(read: DropCounts, made: DropCounts) -> DropCounts:
+    """Both steps as one: rows read in, rows made out."""
     reasons = dict(read.reasons)
-    if used < read.rows_out:
-        reasons["beyond data.max_rows"] = read.rows_out - used
     for reason, number in made.reasons.items():
         reasons[reason] = reasons.get(reason, 0) + number
     return DropCounts(read.rows_in, made.rows_out, reasons)
 
 
 def _prompt_only(conversation: Conversation) -> Conversation:
-    kept = tuple(m for m in conversation.messages if m["role"] != "assistant")
-    return Conversation(conversation.id, conversation.source, kept)
+    """The turns to be answered. Results of tools cannot be made anew, so it ends before the first call."""
+    calls = [i for i, message in enumerate(conversation.messages) if "tool_calls" in message]
+    kept = conversation.messages[: calls[0] if calls else None]
+    return replace(conversation, messages=tuple(message for message in kept if message["role"] != "assistant"))
 
 
 def _write_prompts(
-    path: Path, rows: Sequence[TokenRow], tokenizer: PreTrainedTokenizerBase, log: Callable[[str], None]
+    path: Path,
+    rows: Sequence[TokenRow],
+    tokenizer: PreTrainedTokenizerBase,
+    log: Callable[[str], None],
+    template_kwargs: dict[str, Any],
 ) -> None:
     """First user turns as text, of the rows whose prompt is the template around one user message."""
     try:
-        parts = template_parts(tokenizer)
+        parts = template_parts(tokenizer, **template_kwargs)
     except ValueError as error:
         log(f"data: {path.name} stays empty: {error}")
         write_text(path, "")

@@ -24,7 +24,7 @@ from heads.base import HeadBatch
 from heads.target import TargetAdapter
 from train.config import JointConfig
 from train.conversations import TokenRow
-from train.feature_cache import Features, padded_rows
+from train.features import Features, padded_rows
 from train.joint import (
     LoraTarget,
     TargetDrift,

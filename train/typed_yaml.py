@@ -37,7 +37,7 @@ def _type_name(hint: Any) -> str:
         if len(args) == 2 and args[1] is Ellipsis:
             return f"a list of {_type_name(args[0])}"
         return f"a list of {len(args)}: " + ", ".join(_type_name(arg) for arg in args)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or origin is dict:
         return "a section (key: value pairs)"
     return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
 
@@ -89,11 +89,29 @@ def _coerce(value: Any, hint: Any, path: str, root: Any) -> Any:
         return from_dict(hint, value, path, root)
     if hint is float:
         return _coerce_float(value, path)
+    if origin is dict:
+        if value is not None and not isinstance(value, Mapping):
+            raise _mismatch(path, value, hint)
+        return _free_form(value or {}, path)
     if hint in (int, str, bool):
         if type(value) is hint:  # exact: True is not an int here
             return value
         raise _mismatch(path, value, hint)
     raise AssertionError(f"{path}: the field type {hint} is not supported")
+
+
+def _free_form(value: Any, path: str) -> Any:
+    """A copy of what YAML and JSON can hold, whatever it is; keys must be strings."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{path} has the key {key!r}, expected strings as keys; put it in quotes")
+        return {key: _free_form(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_free_form(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ValueError(f"{path} is {value!r} ({type(value).__name__}), expected text, numbers, lists or a section")
 
 
 def _coerce_float(value: Any, path: str) -> float:
@@ -159,6 +177,8 @@ def to_dict(config: Any) -> dict[str, Any]:
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
         return value
 
     result = plain(config)
