@@ -139,10 +139,12 @@ class _Processes:
 
     def __init__(self, target: TargetConfig, data: DataConfig, work: Work, folder: Path, device: str) -> None:
         count = data.processes or (usable_cores() if device == "cpu" else 1)
-        self._pool = ProcessPoolExecutor(count, _CONTEXT, _start_process, (work,))
+        # A pool for each: a pool of several may not notice that the last process it started was killed, because it
+        # waits for those that were there when it began to wait.
+        self._pools = [ProcessPoolExecutor(1, _CONTEXT, _start_process, (work,)) for _ in range(count)]
         limit = max(1, -(-work.missing // count))  # so that none starves while another is full
         arguments = (target, data, folder, device, limit, os.getpid())
-        self._futures: list[Future[None]] = [self._pool.submit(_run_process, *arguments) for _ in range(count)]
+        self._futures: list[Future[None]] = [pool.submit(_run_process, *arguments) for pool in self._pools]
 
     def wait(self, seconds: float) -> bool:
         finished, running = wait(self._futures, seconds, FIRST_EXCEPTION)
@@ -157,9 +159,11 @@ class _Processes:
         return not running
 
     def close(self) -> None:
-        for process in list((self._pool._processes or {}).values()):  # surplus rows: they are not needed
-            process.terminate()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in self._pools:
+            for process in list((pool._processes or {}).values()):  # surplus rows: they are not needed
+                process.terminate()
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 _CONTEXT = multiprocessing.get_context("spawn")
