@@ -174,7 +174,7 @@ def test_a_killed_rank_ends_the_others(place: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_named(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = prepared(place, out, max_steps=100_000, eval_every=100_000, save_every=100_000, timeout_minutes=0.1)
+    command = prepared(place, out, max_steps=100_000, eval_every=100_000, save_every=100_000, timeout_minutes=0.25)
     with started(command, out):
         wait_for(lambda: steps_done(out) > 1)
         os.kill(worker(out, 1), signal.SIGSTOP)

@@ -207,7 +207,9 @@ def test_kill_9(writer: Any, tmp_path: Path) -> None:
     assert len(list(whole.glob("shard-*"))) >= 5
     generator = torch.Generator().manual_seed(int(time.time()))
     kills = 0
-    for round_of_kills in range(3):
+    for round_of_kills in range(12):
+        if round_of_kills >= 3 and kills:
+            break
         folder = cut / str(round_of_kills)
         folder.mkdir(parents=True)
         killed = 0
@@ -216,13 +218,14 @@ def test_kill_9(writer: Any, tmp_path: Path) -> None:
             time.sleep(seconds * float(torch.rand((), generator=generator)) * 0.5)
             os.kill(child, signal.SIGKILL)
             if wait() == [0]:
-                break  # a rerun has less and less to do
+                seconds *= 0.7  # a rerun has less and less to do, and the first one may have been timed too long
+                break
             killed += 1
         _, wait = writer("build", folder)
         assert wait() == [0]
         assert digests(folder) == digests(whole)
         kills += killed
-    assert kills  # a round has none where the first writer is faster than the one that was timed
+    assert kills
     children, wait = writer("build", shared, 3)
     assert len(children) == 3 and wait() == [0, 0, 0]
     assert digests(shared) == digests(whole)
