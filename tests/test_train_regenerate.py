@@ -470,7 +470,8 @@ def test_kill_9_of_main_process_worker_and_all(target_dir: str, tmp_path: Path) 
         while any(map(runs, children)):  # without their main process they end by themselves
             time.sleep(0.01)
 
-    subprocess.run(command("whole"), check=True, capture_output=True)
+    whole = subprocess.run(command("whole"), check=True, capture_output=True, text=True)
+    assert "leaked" not in whole.stderr
     folder.mkdir()
     for victim in ("main", "worker", "group"):
         for _ in range(5):  # on a busy machine a kill can come when all is done: once more, from where it began

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from heads.adapter import adapter_digest
 from heads.embedded import resolve_target
@@ -86,6 +87,7 @@ _work: Work
 def _start_process(work: Work) -> None:
     global _work
     _work = work  # can be handed over at the start of a process only
+    disable_progress_bar()  # one per process tells nothing, and its lock would be left behind when the process is ended
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
 
