@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 
 from heads.cache import SlotCache
 
 SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a compiled pass; each size met is compiled once
 CAPACITY_STEP = 256  # slots: caches are rounded up to it, so that generations share their shapes
+_SHAPES = 1 << 16  # by default torch compiles 8 shapes of a function and runs all others eagerly
 
 
 class StaticPasses:
@@ -50,7 +52,8 @@ class StaticPasses:
         start_B1 = torch.tensor(cache.lengths, device=ids_BN.device)[:, None]
         cache.place(start_B1 + torch.arange(tokens + padding, device=ids_BN.device))
         # Contiguous: another stride would be compiled for anew.
-        logits_BMV = self._run(ids_BN.contiguous(), position_BN.contiguous(), masks, cache)
+        with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            logits_BMV = self._run(ids_BN.contiguous(), position_BN.contiguous(), masks, cache)
         return logits_BMV[:, :tokens] if padding else logits_BMV
 
     def _forward(self, ids: Tensor, position: Tensor, masks: Any, cache: SlotCache) -> Tensor:
