@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heads.compiled import static
 from heads.config import HeadConfig
 from heads.losses import Projection, best_token
 from heads.static import StaticTree
@@ -194,6 +196,11 @@ class TreePolicy:
         """How many drafted nodes a head expands at most for one tree."""
         return self.width * (self.depth - 1) if self.static is None else self.static.expanded
 
+    @property
+    def room(self) -> int:
+        """Slots that a round needs behind the decided tokens, in the target's cache and in the head's state."""
+        return max(self.total, self.drafted_slots)
+
     def limited(self, depth: int | None) -> TreePolicy:
         """No deeper than that (None: as it is), with no more nodes than then fit."""
         if depth is None or self.depth <= depth:
@@ -226,6 +233,8 @@ class DraftHead(nn.Module, ABC):
         self.config = config
         self._bound: list[TargetAdapter] = []  # a list, so that the target is no submodule and is never saved
         self._draft_logits: Callable[[Tensor], Tensor] | None = None
+        self._static_draft: Callable[..., DraftTree] | None = None  # made once
+        self._compiled: Callable[..., DraftTree] | None = None  # the same, where drafts are to be compiled now
         if config.draft_vocab_size is not None:
             self._make_draft_vocab(config.draft_vocab_size)
 
@@ -277,7 +286,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def target(self) -> TargetAdapter:
-        assert self._bound, "bind(target) comes first"
+        assert len(self._bound) == 1, "bind(target) comes first"
         return self._bound[0]
 
     @property
@@ -352,6 +361,21 @@ class DraftHead(nn.Module, ABC):
 
         Without a sampler children are the likeliest tokens (proposal "top_k"), else drawn by it ("sampled").
         """
+
+    def _draft(self, *args: Any, **kwargs: Any) -> DraftTree:
+        """`draft` of the state's tensors, the roots and the policy alone: what `compiled_drafts` compiles."""
+        raise TypeError(f"{type(self).__name__} has no drafts that can be compiled")
+
+    @contextmanager
+    def compiled_drafts(self, on: bool = True) -> Iterator[None]:
+        """Within it, trees of likeliest children are drafted by compiled code, anew for every capacity of a state."""
+        if on and self._static_draft is None:
+            self._static_draft = static(self._draft)
+        before, self._compiled = self._compiled, self._static_draft if on else None
+        try:
+            yield
+        finally:
+            self._compiled = before
 
     @abstractmethod
     def keep_rows(self, state: Any, rows: Tensor) -> None:

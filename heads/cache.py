@@ -112,10 +112,7 @@ class SlotCache(Cache):
         if slot_BN is None:
             write_slots(memory, new, self.lengths)
             return memory[:, :, : self.length + new.shape[2]]
-        if slot_BN.shape[0] == 1:
-            return memory.index_copy_(2, slot_BN[0], new)
-        row_B1 = torch.arange(slot_BN.shape[0], device=memory.device)[:, None]
-        memory[row_B1, :, slot_BN] = new.transpose(1, 2)
+        write_at(memory, new, slot_BN)
         return memory
 
     def advance(self, count: int) -> None:
@@ -208,16 +205,24 @@ def visible_slots(block_BNM: Tensor, length_B: Tensor, end: int) -> Tensor:
     return torch.where((behind_BS < 0)[:, None], True, in_block_BNS)
 
 
-def write_slots(memory: Tensor, new: Tensor, lengths: Sequence[int], offset: int = 0) -> None:
-    """Writes [B, Hkv, N, hd] into slots lengths[b] + offset .. of every row b of `memory` [B, Hkv, S, hd]."""
-    count, low, high = new.shape[2], min(lengths) + offset, max(lengths) + offset
+def write_slots(memory: Tensor, new: Tensor, lengths: Sequence[int]) -> None:
+    """Writes [B, Hkv, N, hd] into slots lengths[b] .. of every row b of `memory` [B, Hkv, S, hd]."""
+    count, low, high = new.shape[2], min(lengths), max(lengths)
     assert high + count <= memory.shape[2], f"cache of {memory.shape[2]} slots asked for {high + count}; size it first"
     if low == high:
         memory[:, :, low : low + count] = new
         return
-    start_B1 = torch.tensor(lengths, device=memory.device)[:, None] + offset
-    row_B1 = torch.arange(len(lengths), device=memory.device)[:, None]
-    memory[row_B1, :, start_B1 + torch.arange(count, device=memory.device)] = new.transpose(1, 2)
+    start_B1 = torch.tensor(lengths, device=memory.device)[:, None]
+    write_at(memory, new, start_B1 + torch.arange(count, device=memory.device))
+
+
+def write_at(memory: Tensor, new: Tensor, slot_BN: Tensor) -> None:
+    """Writes [B, Hkv, N, hd] into these slots of `memory` [B, Hkv, S, hd]."""
+    if slot_BN.shape[0] == 1:
+        memory.index_copy_(2, slot_BN[0], new)
+        return
+    row_B1 = torch.arange(slot_BN.shape[0], device=memory.device)[:, None]
+    memory[row_B1, :, slot_BN] = new.transpose(1, 2)
 
 
 def _gap(path: Sequence[int]) -> int:

@@ -1,4 +1,5 @@
-"""Compiled passes of a target: static shapes, so that one compilation serves all rounds of all generations.
+"""Compiled passes of a target and drafts of a head: static shapes, so that one compilation serves all rounds of all
+generations.
 
 A pass is padded to one of a few sizes, keys are written by index, and attention sees the whole capacity of the cache
 behind a mask. The logits are those of the eager pass (other kernels round differently).
@@ -8,7 +9,8 @@ Shapes: B rows, N tokens of a pass, M tokens after padding, S slots.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,19 @@ from heads.cache import SlotCache
 
 SIZES = (1, 4, 8, 16, 32, 64)  # tokens of a compiled pass; each size met is compiled once
 CAPACITY_STEP = 256  # slots: caches are rounded up to it, so that generations share their shapes
+_Result = TypeVar("_Result")
 _SHAPES = 1 << 16  # by default torch compiles 8 shapes of a function and runs all others eagerly
+
+
+def static(function: Callable[..., _Result], mode: str = "default") -> Callable[..., _Result]:
+    """The function compiled for every shape it meets, each once."""
+    run = torch.compile(function, dynamic=False, mode=mode)
+
+    def call(*args: Any) -> _Result:
+        with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            return run(*args)
+
+    return call
 
 
 class StaticPasses:
@@ -28,7 +42,7 @@ class StaticPasses:
     def __init__(self, model: Any, cache_name: str) -> None:
         self._model, self._cache_name = model, cache_name
         mode = "reduce-overhead" if model.device.type == "cuda" else "default"
-        self._run = torch.compile(self._forward, dynamic=False, mode=mode)
+        self._run = static(self._forward, mode)
 
     def fits(self, tokens: int) -> bool:
         return tokens <= SIZES[-1]
@@ -52,8 +66,7 @@ class StaticPasses:
         start_B1 = torch.tensor(cache.lengths, device=ids_BN.device)[:, None]
         cache.place(start_B1 + torch.arange(tokens + padding, device=ids_BN.device))
         # Contiguous: another stride would be compiled for anew.
-        with dynamo_config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
-            logits_BMV = self._run(ids_BN.contiguous(), position_BN.contiguous(), masks, cache)
+        logits_BMV = self._run(ids_BN.contiguous(), position_BN.contiguous(), masks, cache)
         return logits_BMV[:, :tokens] if padding else logits_BMV
 
     def _forward(self, ids: Tensor, position: Tensor, masks: Any, cache: SlotCache) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from heads.aligned import ROWS, Aligned
+from heads.attention import grouped_attention
 from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec, TreePolicy, head_dtype
-from heads.cache import visible_slots, write_slots
+from heads.cache import visible_slots, write_at
 from heads.growing import grow
-from heads.layers import DecoderLayer, Rotary, attend
+from heads.layers import DecoderLayer, Rotary
 from heads.training import distilled
 from heads.tree import DraftTree, additive_mask
 from heads.unrolled import attend_unrolled
@@ -37,6 +38,10 @@ class DrafterState:
     values: Tensor
     lengths: list[int]
     last_B1H: Tensor | None = None  # the layer's output at the last committed position
+
+    def check_room(self, count: int) -> None:
+        room, wanted = self.keys.shape[2], max(self.lengths) + count
+        assert wanted <= room, f"state of {room} slots asked for {wanted}; start it with more"
 
 
 class _Roots:
@@ -159,11 +164,14 @@ class HiddenStateDrafter(DraftHead):
         rows, count = next_token_BA.shape
         counts = [count] * rows if counts is None else counts
         device = next_token_BA.device
+        state.check_room(count)
         x, residual = self.join(next_token_BA, self.read(feature_BAF.to(head_dtype(self))))
         length_B = torch.tensor(state.lengths, device=device)
         position_BA = length_B[:, None] + torch.arange(count, device=device)
         cos, sin = self.rope(x, position_BA)
-        self._store(state, *self.layer.keys_values(x, (cos, sin)), offset=0)
+        keys, values = self.layer.keys_values(x, (cos, sin))
+        write_at(state.keys, keys, position_BA)
+        write_at(state.values, values, position_BA)
         # Only the last decided token's output is needed. Picked by index: a slice would keep a longer row's stride,
         # with which a CPU's bf16 LM head is 25x slower.
         row_B, last_B = torch.arange(rows, device=device), torch.tensor(counts, device=device) - 1
@@ -175,44 +183,72 @@ class HiddenStateDrafter(DraftHead):
         if min(state.lengths) != end:  # else the last token sees all there is
             visible_BS = torch.arange(end, device=device) < (length_B + last_B + 1)[:, None]
             mask = additive_mask(visible_BS[:, None], x.dtype)
-        state.last_B1H = self._attend(state, residual, self.layer.query(x, rope), end, mask)
+        attended = grouped_attention(self.layer.query(x, rope), state.keys[:, :, :end], state.values[:, :, :end], mask)
+        state.last_B1H = self.layer.finish(residual, attended)
 
     @torch.inference_mode()
     def draft(
         self, state: DrafterState, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
     ) -> DraftTree:
         assert state.last_B1H is not None, "commit comes before draft"
+        state.check_room(policy.drafted_slots)
         length_B = torch.tensor(state.lengths, device=root_B.device)
-        ragged = min(state.lengths) != max(state.lengths)
+        if self._compiled is not None and sampler is None:
+            return self._compiled(state.keys, state.values, state.last_B1H, length_B, root_B, policy)
+        longest = max(state.lengths)
+        return self._draft(
+            state.keys,
+            state.values,
+            state.last_B1H,
+            length_B,
+            root_B,
+            policy,
+            sampler,
+            longest=longest,
+            even=min(state.lengths) == longest,
+        )
+
+    def _draft(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        last_B1H: Tensor,
+        length_B: Tensor,
+        root_B: Tensor,
+        policy: TreePolicy,
+        sampler: ChildSampler | None = None,
+        *,
+        longest: int | None = None,
+        even: bool = False,
+    ) -> DraftTree:
+        """Free of numbers that change from round to round, if the last two are left out: it can be compiled.
+
+        longest: of `length_B`; None: attention looks at all slots. even: all rows are as long as that.
+        """
 
         def expand(output_BWH: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
             # seen_BWS: which drafted slots each node sees; the committed ones are visible to all
-            drafted, token_BW = seen_BWS.shape[2], path_BWD[:, :, -1]
+            (_, width, drafted), token_BW = seen_BWS.shape, path_BWD[:, :, -1]
             x, residual = self.join(token_BW, self.hand_on(output_BWH.to(head_dtype(self))))
             position_BW = (length_B[:, None] + path_BWD.shape[2] - 1).expand_as(token_BW)
-            q, keys, values = self.layer.qkv(x, self.rope(x, position_BW))
-            self._store(state, keys, values, offset=drafted - token_BW.shape[1])
-            end = max(state.lengths) + drafted
-            if ragged:
-                visible = visible_slots(seen_BWS, length_B, end)
-            else:
+            q, new_keys, new_values = self.layer.qkv(x, self.rope(x, position_BW))
+            slot_BW = length_B[:, None] + torch.arange(drafted - width, drafted, device=length_B.device)
+            write_at(keys, new_keys, slot_BW)
+            write_at(values, new_values, slot_BW)
+            end = keys.shape[2] if longest is None else longest + drafted
+            if even:
                 visible = torch.cat([seen_BWS.new_ones(*seen_BWS.shape[:2], end - drafted), seen_BWS], -1)
-            return self._attend(state, residual, q, end, additive_mask(visible, x.dtype))
+            else:
+                visible = visible_slots(seen_BWS, length_B, end)
+            attended = grouped_attention(q, keys[:, :, :end], values[:, :, :end], additive_mask(visible, x.dtype))
+            return self.layer.finish(residual, attended)
 
         def logits_of(output: Tensor) -> Tensor:
             return self.step_logits(0, output)
 
-        return grow(root_B, state.last_B1H, policy, expand, logits_of, self.draft_ids, sampler)
+        return grow(root_B, last_B1H, policy, expand, logits_of, self.draft_ids, sampler)
 
     def keep_rows(self, state: DrafterState, rows: Tensor) -> None:
         state.lengths = [state.lengths[row] for row in rows.tolist()]
         state.keys, state.values = state.keys[rows], state.values[rows]
         state.last_B1H = None if state.last_B1H is None else state.last_B1H[rows]
-
-    def _store(self, state: DrafterState, keys: Tensor, values: Tensor, offset: int) -> None:
-        write_slots(state.keys, keys, state.lengths, offset)
-        write_slots(state.values, values, state.lengths, offset)
-
-    def _attend(self, state: DrafterState, residual: Tensor, q: Tensor, end: int, mask: Tensor | None) -> Tensor:
-        attended = attend(q, state.keys[:, :, :end], state.values[:, :, :end], mask)
-        return self.layer.finish(residual, attended)

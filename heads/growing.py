@@ -97,7 +97,7 @@ def _grow_dynamic(
         output_BWX = _take(out, parent_BW)
         path_BWD = torch.cat([_take(path_BWD, parent_BW), frontier_token[:, :, None]], -1)
         seen_BWS = torch.cat([_take(seen_BWS, parent_BW), own_BWW], -1)
-    depths = [torch.full_like(t, level) for level, t in enumerate(tokens)]
+    depths = [torch.full_like(tokens[level], level) for level in range(len(tokens))]
     return rerank(
         torch.cat(tokens, 1),
         torch.cat(parents, 1),

@@ -1,14 +1,14 @@
 """The Llama-style decoder layer that draft heads are made of, with parameter names as serving engines expect them.
 
-Split into `qkv`, `attend` and `finish`, because training unrolls and tree drafting attend in ways that one
-`forward(mask)` cannot express cheaply. With a causal mask it equals transformers' `LlamaDecoderLayer` (tested).
+Split into `qkv` and `finish`, with attention between them, because training unrolls and tree drafting attend in ways
+that one `forward(mask)` cannot express cheaply. With a causal mask it equals transformers' `LlamaDecoderLayer`
+(tested).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -93,11 +93,6 @@ class DecoderLayer(nn.Module):
 def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     return x * cos[:, None] + rotate_half(x) * sin[:, None]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped attention with an additive mask [B, 1, T, S] (None: all is visible). Returns [B, heads, T, hd]."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Rotary(LlamaRotaryEmbedding):

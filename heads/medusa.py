@@ -143,10 +143,12 @@ class MedusaHead(DraftHead):
     def draft(self, state: Any, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None) -> DraftTree:
         assert state.feature_B1H is not None, "commit comes before draft"
         assert sampler is None or "sampled" in self.proposals, f"{self.config.kind} heads are not sampled"
+        if self._compiled is not None and sampler is None:
+            return self._compiled(state.feature_B1H, root_B, policy)
         return self._draft(state.feature_B1H, root_B, policy, sampler)
 
     def _draft(
-        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None
+        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
     ) -> DraftTree:
         outputs = [self.run(k, feature_B1H, ()) for k in range(min(policy.depth, self.max_depth))]
         if self.config.own_projection:
@@ -175,7 +177,7 @@ class HydraHead(MedusaHead):
         return self.blocks[k](feature, [self.embed(token, feature.dtype) for token in tokens])
 
     def _draft(
-        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None
+        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
     ) -> DraftTree:
         def expand(_: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
             rows, nodes, level = path_BWD.shape

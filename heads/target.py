@@ -25,6 +25,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from heads.adapter import find_adapter, is_adapter, merge_adapter
+from heads.attention import grouped_attention
 from heads.cache import SlotCache
 from heads.compiled import StaticPasses
 from heads.embedded import resolve_target
@@ -57,9 +58,7 @@ def gqa_sdpa(
             "this model's attention needs a soft-cap, sinks or a bias: load it with target.attention: eager"
         )
     causal = attention_mask is None and query.shape[2] > 1
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=True
-    )
+    out = grouped_attention(query, key, value, attention_mask, scale=scaling, causal=causal)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,7 +144,8 @@ def decode(
         check_request(target, row.prompt_ids, row.stop, 1 if head is None else options.policy.total)
     if head is not None:
         _check_head(target, head, options)
-    with target.static_passes(options.compiled):
+    drafts = nullcontext() if head is None else head.compiled_drafts(options.compiled)
+    with target.static_passes(options.compiled), drafts:
         batch = _Batch(target, head, rows, options)
         batch.start()
         while batch.active:
@@ -226,13 +228,14 @@ class _Batch:
         self.shared = DecodeStats()  # seconds of the batch
         self.clock = Clock(self.shared, target.device, options.exact_clock)
         self.nodes = options.policy.total if head is not None else 1
+        self.room = options.policy.room if head is not None else 1
         self.depth = min(options.policy.depth, self.nodes - 1)
         self.children = options.policy.width if head is not None else 0
         self.drafting = head is not None
         self.recent: deque[float] = deque(maxlen=_WATCHED)  # tokens per row of the last rounds
         self.slots = max(len(row.prompt_ids) + row.stop.max_new_tokens for row in rows)
         longest = max(len(row.prompt_ids) for row in rows)
-        check_memory(target, len(rows), self.slots + self.nodes, self.nodes, longest)
+        check_memory(target, len(rows), self.slots + self.room, self.nodes, longest)
         self.processing = Processing([row.processors for row in rows], prefixes, target.head_device)
         self.random = RowRandom([row.seed for row in rows], target.head_device)
         # Rule "match" takes its numbers by the place of the token in the text, so that drafts, right or wrong, change
@@ -247,7 +250,7 @@ class _Batch:
         """The prompts' pass, each row's first token, and the head's first commit."""
         prompts = [row.prompt_ids for row in self.requests]
         device, rows = self.target.head_device, len(prompts)
-        self.cache = self.target.new_cache(self.slots + self.nodes, rows)
+        self.cache = self.target.new_cache(self.slots + self.room, rows)
         logits_BV, features = prefill(self.target, prompts, self.cache, self.head.needs if self.head else None)
         self.root_B = self._first_tokens(logits_BV)
         first = self.root_B.tolist()
@@ -258,7 +261,7 @@ class _Batch:
         if self.head is not None and features is not None:
             longest = max(self.lengths)
             after = [[*p[1:], token, *[0] * (longest - len(p))] for p, token in zip(prompts, first, strict=True)]
-            self.state = self.head.start(self.slots + self.options.policy.drafted_slots, rows)
+            self.state = self.head.start(self.cache.capacity, rows)
             self.head.commit(self.state, features, torch.tensor(after, device=device), self.lengths)
         self.clock.lap("prefill")
         nothing: list[list[int]] = [[] for _ in first]

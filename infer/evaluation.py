@@ -251,7 +251,7 @@ def _shapes(request: EvalRequest, batches: Sequence[Sequence[int]]) -> list[Sequ
     found: dict[Any, Sequence[int]] = {}
     for indices in batches:
         slots = max(len(request.prompt_ids[index]) for index in indices) + request.max_new_tokens
-        sizes = (slots + 1, slots + request.options.policy.total)  # without drafts, and with
+        sizes = (slots + 1, slots + request.options.policy.room)  # without drafts, and with
         found.setdefault((len(indices), *map(StaticPasses.capacity, sizes)), indices)
     return list(found.values())
 
