@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from heads.compiled import static
 from heads.config import HeadConfig
 from heads.losses import Projection, best_token
-from heads.static import StaticTree
+from heads.static import StaticPlan, StaticTree, plan_of
 from heads.target import TargetAdapter
 from heads.tree import DraftTree, Proposal
 from heads.unrolled import Document
@@ -201,6 +201,9 @@ class TreePolicy:
         """Slots that a round needs behind the decided tokens, in the target's cache and in the head's state."""
         return max(self.total, self.drafted_slots)
 
+    def plan(self, device: torch.device) -> StaticPlan | None:
+        return None if self.static is None else plan_of(self.static, device)
+
     def limited(self, depth: int | None) -> TreePolicy:
         """No deeper than that (None: as it is), with no more nodes than then fit."""
         if depth is None or self.depth <= depth:
@@ -363,7 +366,7 @@ class DraftHead(nn.Module, ABC):
         """
 
     def _draft(self, *args: Any, **kwargs: Any) -> DraftTree:
-        """`draft` of the state's tensors, the roots and the policy alone: what `compiled_drafts` compiles."""
+        """`draft` of the state's tensors, the roots, the policy and its plan alone: what `compiled_drafts` compiles."""
         raise TypeError(f"{type(self).__name__} has no drafts that can be compiled")
 
     @contextmanager

@@ -23,6 +23,7 @@ from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec,
 from heads.cache import visible_slots, write_at
 from heads.growing import grow
 from heads.layers import DecoderLayer, Rotary
+from heads.static import StaticPlan
 from heads.training import distilled
 from heads.tree import DraftTree, additive_mask
 from heads.unrolled import attend_unrolled
@@ -192,21 +193,12 @@ class HiddenStateDrafter(DraftHead):
     ) -> DraftTree:
         assert state.last_B1H is not None, "commit comes before draft"
         state.check_room(policy.drafted_slots)
-        length_B = torch.tensor(state.lengths, device=root_B.device)
+        length_B, plan = torch.tensor(state.lengths, device=root_B.device), policy.plan(root_B.device)
+        given = (state.keys, state.values, state.last_B1H, length_B, root_B, policy, plan)
         if self._compiled is not None and sampler is None:
-            return self._compiled(state.keys, state.values, state.last_B1H, length_B, root_B, policy)
+            return self._compiled(*given)
         longest = max(state.lengths)
-        return self._draft(
-            state.keys,
-            state.values,
-            state.last_B1H,
-            length_B,
-            root_B,
-            policy,
-            sampler,
-            longest=longest,
-            even=min(state.lengths) == longest,
-        )
+        return self._draft(*given, sampler, longest=longest, even=min(state.lengths) == longest)
 
     def _draft(
         self,
@@ -216,6 +208,7 @@ class HiddenStateDrafter(DraftHead):
         length_B: Tensor,
         root_B: Tensor,
         policy: TreePolicy,
+        plan: StaticPlan | None,
         sampler: ChildSampler | None = None,
         *,
         longest: int | None = None,
@@ -246,7 +239,7 @@ class HiddenStateDrafter(DraftHead):
         def logits_of(output: Tensor) -> Tensor:
             return self.step_logits(0, output)
 
-        return grow(root_B, last_B1H, policy, expand, logits_of, self.draft_ids, sampler)
+        return grow(root_B, last_B1H, policy, expand, logits_of, self.draft_ids, sampler, plan)
 
     def keep_rows(self, state: DrafterState, rows: Tensor) -> None:
         state.lengths = [state.lengths[row] for row in rows.tolist()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.base import ChildSampler, TreePolicy
-from heads.static import StaticTree, plan_of
+from heads.static import StaticPlan
 from heads.topk import top_k_of
 from heads.tree import DraftTree, rerank
 
@@ -30,6 +30,7 @@ def grow(
     logits_of: Callable[[Tensor], Tensor],
     draft_ids: Tensor | None = None,
     sampler: ChildSampler | None = None,
+    plan: StaticPlan | None = None,
 ) -> DraftTree:
     """A tree of the policy's shape, or with a sampler one whose children are drawn.
 
@@ -40,6 +41,7 @@ def grow(
         root_output_B1X: the head's output at the root.
         logits_of: outputs [.., X] to logits over the draft vocabulary; the target ids of its columns are
             `draft_ids` (None: the columns are the ids).
+        plan: `policy.plan`, where this is compiled code, which cannot make it.
 
     Raises:
         ValueError: the tree is wider than the draft vocabulary.
@@ -51,7 +53,9 @@ def grow(
         change = "lower --tree-width" if policy.static is None else "give another tree"
         raise ValueError(f"tree width is {policy.width}, the draft vocabulary {len(draft_ids)}: {change}")
     if policy.static is not None:
-        return _grow_static(root_B, root_output_B1X, policy.static, expand, logits_of, draft_ids)
+        plan = plan or policy.plan(root_B.device)
+        assert plan is not None
+        return _grow_static(root_B, root_output_B1X, plan, expand, logits_of, draft_ids)
     return _grow_dynamic(root_B, root_output_B1X, policy, expand, logits_of, draft_ids)
 
 
@@ -129,14 +133,13 @@ def sampled_levels(policy: TreePolicy) -> list[tuple[int, int]]:
 def _grow_static(
     root_B: Tensor,
     root_output_B1X: Tensor,
-    tree: StaticTree,
+    plan: StaticPlan,
     expand: Expand,
     logits_of: Callable[[Tensor], Tensor],
     draft_ids: Tensor | None,
 ) -> DraftTree:
-    """Exactly the tree's nodes, each with the token of its rank: level by level, only what has children is expanded."""
+    """Exactly the plan's nodes, each with the token of its rank: level by level, only what has children is expanded."""
     rows = len(root_B)
-    plan = plan_of(tree, root_B.device)
     tokens, scores = [root_B[:, None]], [torch.zeros(rows, 1, device=root_B.device)]
     path_BFD = root_B.new_zeros(rows, 1, 0)
     out = root_output_B1X

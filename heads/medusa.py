@@ -33,6 +33,7 @@ from heads.base import ChildSampler, DraftHead, HeadBatch, HeadOutput, LossSpec,
 from heads.config import HeadConfig
 from heads.growing import grow
 from heads.losses import Projection
+from heads.static import StaticPlan
 from heads.training import distilled
 from heads.tree import DraftTree, Proposal
 
@@ -143,12 +144,18 @@ class MedusaHead(DraftHead):
     def draft(self, state: Any, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None) -> DraftTree:
         assert state.feature_B1H is not None, "commit comes before draft"
         assert sampler is None or "sampled" in self.proposals, f"{self.config.kind} heads are not sampled"
+        given = (state.feature_B1H, root_B, policy, policy.plan(root_B.device))
         if self._compiled is not None and sampler is None:
-            return self._compiled(state.feature_B1H, root_B, policy)
-        return self._draft(state.feature_B1H, root_B, policy, sampler)
+            return self._compiled(*given)
+        return self._draft(*given, sampler)
 
     def _draft(
-        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
+        self,
+        feature_B1H: Tensor,
+        root_B: Tensor,
+        policy: TreePolicy,
+        plan: StaticPlan | None,
+        sampler: ChildSampler | None = None,
     ) -> DraftTree:
         outputs = [self.run(k, feature_B1H, ()) for k in range(min(policy.depth, self.max_depth))]
         if self.config.own_projection:
@@ -160,7 +167,7 @@ class MedusaHead(DraftHead):
             level = path_BWD.shape[2]
             return logits_BKV[:, level : level + 1]  # whatever the path is
 
-        return grow(root_B, logits_BKV[:, :1], policy, expand, lambda logits: logits, self.draft_ids, sampler)
+        return grow(root_B, logits_BKV[:, :1], policy, expand, lambda logits: logits, self.draft_ids, sampler, plan)
 
     def keep_rows(self, state: MedusaState, rows: Tensor) -> None:
         state.feature_B1H = None if state.feature_B1H is None else state.feature_B1H[rows]
@@ -177,7 +184,12 @@ class HydraHead(MedusaHead):
         return self.blocks[k](feature, [self.embed(token, feature.dtype) for token in tokens])
 
     def _draft(
-        self, feature_B1H: Tensor, root_B: Tensor, policy: TreePolicy, sampler: ChildSampler | None = None
+        self,
+        feature_B1H: Tensor,
+        root_B: Tensor,
+        policy: TreePolicy,
+        plan: StaticPlan | None,
+        sampler: ChildSampler | None = None,
     ) -> DraftTree:
         def expand(_: Tensor, path_BWD: Tensor, seen_BWS: Tensor) -> Tensor:
             rows, nodes, level = path_BWD.shape
@@ -185,4 +197,4 @@ class HydraHead(MedusaHead):
             return self.step_logits(level, self.run(level, feature_B1H.expand(rows, nodes, -1), path))
 
         first_B1V = self.step_logits(0, self.run(0, feature_B1H, [root_B[:, None]]))
-        return grow(root_B, first_B1V, policy, expand, lambda logits: logits, self.draft_ids, sampler)
+        return grow(root_B, first_B1V, policy, expand, lambda logits: logits, self.draft_ids, sampler, plan)
