@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"each cost is a median of N; default: {default.repeats}",
     )
+    add("--compile", action="store_true", help="of compiled passes and drafts, for generate.py --compile: some minutes")
     add("--json", metavar="FILE", help="write costs, acceptance and the choice here")
     return parser
 
@@ -64,7 +65,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.json is not None:
         CALIBRATION.check_writable(Path(args.json))  # before minutes of work
-    request = CalibrationRequest(args.head, args.rows, args.context, args.tokens, args.repeats)
+    request = CalibrationRequest(args.head, args.rows, args.context, args.tokens, args.repeats, compiled=args.compile)
     prompts = spread(read_prompts(args.prompts, "--prompts"), args.limit)
     _say(f"{len(prompts)} prompts: {counts_by_category(prompts)}")
     loaded = load_models(args)
@@ -90,7 +91,8 @@ def _cost_lines(costs: Costs) -> list[str]:
     """The cost curve; the last column is what a token costs beside that of plain decoding's pass."""
     one = costs.target_ms[1]
     lines = [
-        f"{costs.device}, {costs.threads} threads, {costs.dtype}, {costs.rows} rows, {costs.context} tokens of context",
+        f"{costs.device}, {costs.threads} threads, {costs.dtype}, {costs.rows} rows, {costs.context} tokens of context"
+        f"{', compiled' if costs.compiled else ''}",
         "tokens per row   target pass, ms   of one token's",
     ]
     lines += [f"{n:14d}   {ms:15.2f}   {ms / one:13.2f}x" for n, ms in sorted(costs.target_ms.items())]

@@ -31,7 +31,7 @@ from infer.machine import library_versions, machine_name
 from infer.marked import MarkedFile
 
 NODES = (4, 8, 12, 16, 24, 32, 48, 64)  # trees to choose from
-CALIBRATION = MarkedFile("draftsmith_calibration", 1, "calibration")
+CALIBRATION = MarkedFile("draftsmith_calibration", 2, "calibration")
 
 # ---- choice ------------------------------------------------------------------------------------------------
 
@@ -150,9 +150,10 @@ def calibrate(
 
     def measure() -> Calibration:
         if prompts is None:
+            how = f"--rows {request.rows}{' --compile' if request.compiled else ''}"
             raise ValueError(
-                f"no calibration of {request.head_dir} with {request.rows} rows is stored for this machine; "
-                f"run: python infer/calibrate.py --head {request.head_dir} --rows {request.rows} --prompts FILE"
+                f"no calibration of {request.head_dir} with {how} is stored for this machine; "
+                f"run: python infer/calibrate.py --head {request.head_dir} {how} --prompts FILE"
             )
         costs = measure_costs(target, head, request, say)
         return Calibration(key, costs, measure_acceptance(target, head, prompts, request, say))
@@ -167,6 +168,7 @@ def calibration_key(target: TargetAdapter, request: CalibrationRequest) -> dict[
         "threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "rows": request.rows,
+        "compiled": request.compiled,
         "target": target.name,
         "target_revision": target.revision,
         "attention": target.config._attn_implementation,

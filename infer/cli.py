@@ -115,7 +115,7 @@ def _add_tree(parser: argparse.ArgumentParser) -> None:
     add("--tree-nodes", type=int, metavar="N", help=f"all nodes, root included; default: {tree.total}")
     add("--chain", type=int, metavar="K", help="a chain of K drafts instead of a tree")
     add("--plain", action="store_true", help="without drafts (also for targets that cannot verify trees)")
-    add("--compile", action="store_true", help="compile the target's passes: static shapes, a slow first pass")
+    add("--compile", action="store_true", help="compile passes and drafts: static shapes, slow first rounds")
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _load(job: _Job) -> tuple[Loaded, _Job]:
     if loaded.head is not None and args.tree_depth is None and args.chain is None and job.policy.static is None:
         job = replace(job, policy=job.policy.limited(loaded.head.max_depth))
     if args.tree == "auto" and loaded.head is not None:
-        request = CalibrationRequest(args.head, rows=args.rows or 1)
+        request = CalibrationRequest(args.head, rows=args.rows or 1, compiled=args.compile)
         found = calibrate(loaded.target, loaded.head, request, None, _say, args.cache_dir)
         choice = choose(found.costs, found.acceptance)
         _say(f"--tree auto: {choice.reason}")
@@ -267,7 +267,7 @@ def _load(job: _Job) -> tuple[Loaded, _Job]:
         else:
             job = replace(job, policy=choice.policy, break_even=choice.break_even_tau)
     if args.compile:
-        _say("--compile: the first pass of each size is compiled, which takes a while")
+        _say("--compile: the first pass and draft of each shape are compiled, which takes a while")
     _say(f"loaded in {time.perf_counter() - started:.1f} s")
     return loaded, job
 

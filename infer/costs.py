@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from heads.base import DraftHead, TreePolicy, candidates
+from heads.compiled import SIZES as COMPILED_SIZES
 from heads.static import StaticTree
 from heads.target import TargetAdapter
 from heads.tree import ancestor_mask, tree_positions
@@ -45,7 +46,8 @@ class CalibrationRequest:
     """What is measured.
 
     rows: batch size. context: tokens in the cache of timed passes. tokens: decoded per prompt for the acceptance.
-    repeats: every cost is the median of that many, taken in turn with all the others.
+    repeats: every cost is the median of that many, taken in turn with all the others. compiled: passes and drafts are
+    (`heads.compiled`); passes then only have the sizes that are compiled.
     """
 
     head_dir: str
@@ -56,6 +58,7 @@ class CalibrationRequest:
     sizes: tuple[int, ...] = SIZES
     widths: tuple[int, ...] = WIDTHS
     depth: int = DEPTH
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "context": _COMMITTED, "tokens": self.depth + 1, "repeats": 1}
@@ -65,8 +68,10 @@ class CalibrationRequest:
         assert self.sizes[0] == 1 and list(self.sizes) == sorted(self.sizes), f"sizes {self.sizes}"
 
     def limited(self, head: DraftHead) -> CalibrationRequest:
-        """No deeper than the head drafts."""
-        return self if head.max_depth is None else replace(self, depth=min(self.depth, head.max_depth))
+        """No deeper than the head drafts, and with the sizes that passes have."""
+        depth = self.depth if head.max_depth is None else min(self.depth, head.max_depth)
+        sizes = tuple(n for n in COMPILED_SIZES if n <= self.sizes[-1]) if self.compiled else self.sizes
+        return replace(self, depth=depth, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Costs:
     target: str
     head: str
     versions: dict[str, str]
+    compiled: bool = False
 
     @property
     def plain_ms(self) -> float:
@@ -100,10 +106,15 @@ class Costs:
         return self.target_ms[1] + self.plain_overhead_ms
 
     def target_at(self, nodes: int) -> float:
-        """As measured; between measured sizes linear, on the nearest non-decreasing curve."""
+        """As measured; between measured sizes linear, on the nearest non-decreasing curve.
+
+        A compiled pass has the next of the measured sizes.
+        """
+        sizes = sorted(self.target_ms)
+        if self.compiled and nodes <= sizes[-1]:
+            nodes = sizes[bisect.bisect_left(sizes, nodes)]
         if nodes in self.target_ms:
             return self.target_ms[nodes]
-        sizes = sorted(self.target_ms)
         assert sizes[0] < nodes < sizes[-1], f"pass of {nodes} tokens, measured {sizes[0]} .. {sizes[-1]}"
         smooth = non_decreasing([self.target_ms[size] for size in sizes])
         right = bisect.bisect(sizes, nodes)
@@ -156,8 +167,9 @@ def measure_tree_costs(
 ) -> tuple[Costs, list[float]]:
     """Like `measure_costs`, and in turn with the rest the ms of a draft of each of these trees."""
     request = request.limited(head)
-    bench = _Bench(target, head, request, trees)
-    ms = _in_turn(bench.tasks(), request.repeats, say)
+    with target.static_passes(request.compiled), head.compiled_drafts(request.compiled):
+        bench = _Bench(target, head, request, trees)
+        ms = _in_turn(bench.tasks(), request.repeats, say)
     deep = bench.depth
     levels = {w: max(0.0, ms["draft", w, deep] - ms["draft", w, 1]) / max(1, deep - 1) for w in request.widths}
     costs = Costs(
@@ -175,6 +187,7 @@ def measure_tree_costs(
         target=target.name,
         head=request.head_dir,
         versions=library_versions(),
+        compiled=request.compiled,
     )
     return costs, [ms["static", index] for index in range(len(trees))]
 
@@ -225,21 +238,26 @@ class _Bench:
         assert features is not None, "prefill with `needs` returns features"
         timed = _COMMITTED * (request.repeats + 1)
         drafted = max(policy.drafted_slots for policy in self.drafts.values())
-        self.state = head.start(context + timed + drafted, rows)
+        self.state = head.start(max(context + timed + drafted, self.cache.capacity), rows)
         head.commit(self.state, features, self.next_BL)
         self.feature_B2F = features[:, -_COMMITTED:]
 
     def tasks(self) -> dict[_Name, Callable[[], float]]:
         next_B2 = self.next_BL[:, -_COMMITTED:]
         tasks: dict[_Name, Callable[[], float]] = {("target", n): self._pass(n) for n in self.request.sizes}
-        tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2))
+        tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2), True)
         tasks |= {name: self._draft(policy) for name, policy in self.drafts.items()}
         tasks["plain",] = lambda: self._decode(None)
         tasks["drafting",] = lambda: self._decode(self.head)
         return tasks
 
-    def _timed(self, work: Callable[[], object]) -> Callable[[], float]:
+    def _timed(self, work: Callable[[], object], behind_a_pass: bool = False) -> Callable[[], float]:
+        """behind_a_pass: as in a round, after the target's weights have pushed the head's out of the CPU's caches."""
+        run_pass = self._pass(1) if behind_a_pass else None
+
         def task() -> float:
+            if run_pass is not None:
+                run_pass()
             wait(self.target.device)
             started = time.perf_counter()
             work()
@@ -258,9 +276,8 @@ class _Bench:
         length_B = torch.full((rows,), context, device=target.device)
         ids_BN = torch.randint(target.vocab_size, (rows, nodes), generator=torch.Generator().manual_seed(nodes))
         ids_BN = ids_BN.to(target.device)
-        masks = TreeMasks(target, nodes, [context] * rows, context + nodes)
-
-        mask = masks.tree(ancestors_BNN, depth_BN, length_B, context + nodes)
+        end = target.mask_width(nodes, self.cache)
+        mask = TreeMasks(target, nodes, [context] * rows, end).tree(ancestors_BNN, depth_BN, length_B, end)
         position_BN = tree_positions(depth_BN, length_B)
 
         def work() -> None:
@@ -271,12 +288,12 @@ class _Bench:
 
     def _draft(self, policy: TreePolicy) -> Callable[[], float]:
         root_B = self.next_BL[:, -1].to(self.target.device)
-        return self._timed(lambda: self.head.draft(self.state, root_B, policy))
+        return self._timed(lambda: self.head.draft(self.state, root_B, policy), True)
 
     def _decode(self, head: DraftHead | None) -> float:
         """ms per round beside drafting and the pass, of the row that ends first: until then the batch is whole."""
         stop = StopRule(frozenset(), _DECODED)
-        options = DecodeOptions(policy=self.policy, exact_clock=True)
+        options = DecodeOptions(policy=self.policy, exact_clock=True, compiled=self.request.compiled)
         results = decode(self.target, head, [RowRequest(ids, stop) for ids in self.prompts], options)
         stats = min((result.stats for result in results), key=lambda one: one.target_passes)
         return 1000 * (stats.seconds["verify"] + stats.seconds["rest"]) / stats.target_passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -214,6 +215,20 @@ def test_costs_are_measured() -> None:
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
+def test_costs_of_compiled_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sizes that compiled passes have. (Captured as always, but run by torch's own kernels.)"""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    target = tiny_target("llama")
+    head = tiny_head(target, kind="medusa")
+    costs = measure_costs(target, head, replace(SMALL, compiled=True), quiet)
+    assert costs.compiled and set(costs.target_ms) == {1, 4, 8, 16} and min(costs.first_ms.values()) > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4 + 6  # passes, and drafts of 3 widths, 2 depths
+    spread = replace(costs, target_ms={1: 1.0, 4: 2.0, 8: 5.0, 16: 9.0})
+    assert [spread.target_at(n) for n in (1, 2, 4, 5, 8, 9)] == [1, 2, 2, 5, 5, 9]
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
 def test_costs_need_room() -> None:
     target = tiny_target("gpt2")  # 64 positions
     with pytest.raises(ValueError, match=r"--context 60 .* has 64 positions"):
@@ -337,6 +352,8 @@ def test_without_prompts_nothing_is_measured(place: Path, tmp_path: Path) -> Non
     request = replace(SMALL, head_dir=str(place / "head"))
     with pytest.raises(ValueError, match=r"run: python infer/calibrate\.py --head .* --rows 1 --prompts FILE"):
         calibrate(target, tiny_head(target), request, None, quiet, tmp_path)
+    with pytest.raises(ValueError, match=r"run: python .* --rows 1 --compile --prompts FILE"):
+        calibrate(target, tiny_head(target), replace(request, compiled=True), None, quiet, tmp_path)
 
 
 # ---- the command -------------------------------------------------------------------------------------------
