@@ -35,6 +35,5 @@ def grouped_attention(
         )
     q = q_BQND.reshape(rows, -1, groups * count, size)
     mask = mask_B1NS.expand(-1, groups, -1, -1).reshape(rows, 1, groups * count, -1)
-    return F.scaled_dot_product_attention(q, k_BKSD, v_BKSD, attn_mask=mask, scale=scale).view(
-        rows, heads, count, v_BKSD.shape[-1]
-    )
+    out = F.scaled_dot_product_attention(q, k_BKSD, v_BKSD, attn_mask=mask, scale=scale)
+    return out.reshape(rows, heads, count, -1)

@@ -202,6 +202,7 @@ class TreePolicy:
         return max(self.total, self.drafted_slots)
 
     def plan(self, device: torch.device) -> StaticPlan | None:
+        """How its static tree is grown; None if it has none."""
         return None if self.static is None else plan_of(self.static, device)
 
     def limited(self, depth: int | None) -> TreePolicy:

@@ -202,8 +202,12 @@ def _in_turn(tasks: Mapping[_Name, Callable[[], float]], repeats: int, say: Say)
     for done in range(repeats + 1):
         for name, task in tasks.items():
             found[name].append(task())
-        left = (time.perf_counter() - started) / (done + 1) * (repeats - done)
-        say(f"costs: {done} of {repeats} rounds{'' if done else ' (warm-up done)'}, {left:.0f} s left")
+        seconds = time.perf_counter() - started
+        if done:
+            say(f"costs: {done} of {repeats} rounds, {seconds / done * (repeats - done):.0f} s left")
+        else:  # which may have compiled much
+            say(f"costs: 0 of {repeats} rounds (warm-up done), at most {seconds * repeats:.0f} s left")
+            started = time.perf_counter()
     middle = {name: statistics.median(values[1:]) for name, values in found.items()}
     above = statistics.median(middle[name] / min(values[1:]) for name, values in found.items()) - 1
     if above > _BUSY:
