@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     add = parser.add_argument_group("what is measured").add_argument
     add("--prompts", metavar="FILE", required=True, help="JSONL, as for generate.py --eval")
-    add("--limit", type=int, default=6, metavar="N", help="only N prompts, spread over the categories; default: 6")
+    add("--limit", type=int, default=16, metavar="N", help="only N prompts, spread over the categories; default: 16")
     add_prompt_options(parser)
     add("--tokens", type=int, default=default.tokens, metavar="N", help=f"per prompt; default: {default.tokens}")
     add("--rows", type=int, default=default.rows, metavar="N", help=f"batch size; default: {default.rows}")
