@@ -41,6 +41,7 @@ class DrafterState:
     last_B1H: Tensor | None = None  # the layer's output at the last committed position
 
     def check_room(self, count: int) -> None:
+        """Raises AssertionError if so many slots more do not fit: index writes would fail or, on a GPU, do worse."""
         room, wanted = self.keys.shape[2], max(self.lengths) + count
         assert wanted <= room, f"state of {room} slots asked for {wanted}; start it with more"
 

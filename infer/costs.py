@@ -249,15 +249,15 @@ class _Bench:
     def tasks(self) -> dict[_Name, Callable[[], float]]:
         next_B2 = self.next_BL[:, -_COMMITTED:]
         tasks: dict[_Name, Callable[[], float]] = {("target", n): self._pass(n) for n in self.request.sizes}
-        tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2), True)
+        tasks["commit",] = self._timed(lambda: self.head.commit(self.state, self.feature_B2F, next_B2), after_pass=True)
         tasks |= {name: self._draft(policy) for name, policy in self.drafts.items()}
         tasks["plain",] = lambda: self._decode(None)
         tasks["drafting",] = lambda: self._decode(self.head)
         return tasks
 
-    def _timed(self, work: Callable[[], object], behind_a_pass: bool = False) -> Callable[[], float]:
-        """behind_a_pass: as in a round, after the target's weights have pushed the head's out of the CPU's caches."""
-        run_pass = self._pass(1) if behind_a_pass else None
+    def _timed(self, work: Callable[[], object], after_pass: bool = False) -> Callable[[], float]:
+        """after_pass: as in a round, after the target's weights have pushed the head's out of the CPU's caches."""
+        run_pass = self._pass(1) if after_pass else None
 
         def task() -> float:
             if run_pass is not None:
@@ -292,7 +292,7 @@ class _Bench:
 
     def _draft(self, policy: TreePolicy) -> Callable[[], float]:
         root_B = self.next_BL[:, -1].to(self.target.device)
-        return self._timed(lambda: self.head.draft(self.state, root_B, policy), True)
+        return self._timed(lambda: self.head.draft(self.state, root_B, policy), after_pass=True)
 
     def _decode(self, head: DraftHead | None) -> float:
         """ms per round beside drafting and the pass, of the row that ends first: until then the batch is whole."""
